@@ -1,0 +1,33 @@
+"""Where things lie: the recipes and checkpoints that ship with angelspec, and the user's cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def resource_folder(name: str) -> Path:
+    """The shipped folder ``recipes`` or ``checkpoints``, from a clone or from an installed wheel.
+
+    Raises:
+        FileNotFoundError: neither place holds it (a broken installation).
+    """
+    for candidate in (_PACKAGE / "_resources" / name, _PACKAGE.parent / name):
+        if candidate.is_dir():
+            return candidate
+    raise FileNotFoundError(f"angelspec's '{name}' folder is missing beside {_PACKAGE}; reinstall angelspec")
+
+
+def prompt_folder() -> Path:
+    """The prompt set that ships inside the package."""
+    return _PACKAGE / "data" / "prompts"
+
+
+def cache_folder() -> Path:
+    """The user's cache: ``$ANGELSPEC_CACHE`` if set, else the platform's cache folder."""
+    override = os.environ.get("ANGELSPEC_CACHE")
+    return Path(override).expanduser() if override else Path(platformdirs.user_cache_dir("angelspec"))

@@ -1,0 +1,90 @@
+"""Thinking modes: what each means to a target family's chat template.
+
+A drafter is trained for exactly one mode; the same arguments reach the template in rollout, training, evaluation
+and on the server (``chat_template_kwargs``), so that every prompt is rendered token for token alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from angelspec.core.errors import RecipeError, suggest
+
+Mode = Literal["no-think", "high-think"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True)
+class ModeFamily:
+    """How one family of chat templates switches thinking."""
+
+    name: str
+    template_arguments: Mapping[Mode, Mapping[str, Any]]
+    """Keyword arguments of the chat template, by mode; a mode that is absent is not supported."""
+    think_open: str | None = None
+    """Text that opens reasoning in an answer."""
+    think_close: str | None = None
+    """Text that closes reasoning in an answer."""
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """Supported modes, in the order of ``MODES``."""
+        return tuple(mode for mode in MODES if mode in self.template_arguments)
+
+    def arguments(self, mode: Mode) -> dict[str, Any]:
+        """Template keyword arguments of ``mode``.
+
+        Raises:
+            RecipeError: the family has no such mode.
+        """
+        if mode not in self.template_arguments:
+            raise RecipeError(
+                f"mode '{mode}' does not exist for mode family '{self.name}'",
+                mend=f"use one of: {', '.join(self.modes)}",
+            )
+        return dict(self.template_arguments[mode])
+
+
+def _family(name: str, think_open: str | None, think_close: str | None, **arguments: dict[str, Any]) -> ModeFamily:
+    by_mode = {mode: MappingProxyType(arguments[mode.replace("-", "_")]) for mode in MODES
+               if mode.replace("-", "_") in arguments}  # fmt: skip
+    return ModeFamily(name, MappingProxyType(by_mode), think_open, think_close)
+
+
+MODE_FAMILIES: Mapping[str, ModeFamily] = MappingProxyType(
+    {
+        family.name: family
+        for family in (
+            _family("plain", None, None, no_think={}),
+            _family(
+                "smollm2", "<think>", "</think>",
+                no_think={"enable_thinking": False}, high_think={"enable_thinking": True},
+            ),
+            _family(
+                "qwen3", "<think>", "</think>",
+                no_think={"enable_thinking": False}, high_think={"enable_thinking": True},
+            ),
+            _family(
+                "hy3", "<think:opensource>", "</think:opensource>",
+                no_think={"reasoning_effort": "no_think"}, high_think={"reasoning_effort": "high"},
+            ),
+        )
+    }
+)  # fmt: skip
+
+
+def mode_family(name: str) -> ModeFamily:
+    """Look a family up by name.
+
+    Raises:
+        RecipeError: no such family.
+    """
+    if name not in MODE_FAMILIES:
+        raise RecipeError(
+            f"unknown mode family '{name}'{suggest(name, MODE_FAMILIES)}",
+            mend=f"use one of: {', '.join(MODE_FAMILIES)}",
+        )
+    return MODE_FAMILIES[name]

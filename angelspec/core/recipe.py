@@ -1,0 +1,368 @@
+"""The recipe: one frozen, complete description of a run, from the target to the exported drafter.
+
+Every default of the product stands here, once. A field that is left ``None`` in a file is filled by
+``angelspec.core.recipe_files.resolve`` from the named target and algorithm; a resolved recipe has no ``None``
+except where a docstring says what None means.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from angelspec.core.drafter_config import BlockAlgorithm, BlockDrafterConfig, ContextKind, HeadKind
+from angelspec.core.geometry import TargetGeometry
+from angelspec.core.modes import Mode, mode_family
+from angelspec.core.objective import Objective
+from angelspec.core.workloads import Workload
+
+FORMAT_VERSION = 1
+"""Raised when a stored recipe of an earlier version can no longer be read as is."""
+
+
+class Section(BaseModel):
+    """Base of every recipe section: frozen, unknown keys refused, docstrings are the reference."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class TargetSection(Section):
+    """The frozen model that is sped up."""
+
+    name: str | None = None
+    """A target angelspec knows (see `angelspec recipe list`); fills source, mode_family and geometry."""
+    source: str | None = None
+    """Where it comes from: folder:PATH, hf:ORG/NAME[@REVISION], modelscope:ORG/NAME[@REVISION],
+    wheel:PACKAGE==VERSION#FILE.gguf, or random:llama|qwen3|hy3 (tiny, for tests)."""
+    mode_family: str | None = None
+    """How its chat template switches thinking: plain, smollm2, qwen3, hy3."""
+    geometry: TargetGeometry | None = None
+    """Its shape; read from the folder's config.json for folder: sources."""
+    chat_template: str | None = None
+    """Path of a Jinja chat template that replaces the tokenizer's own; None keeps the target's."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of its weights in rollout and feature extraction."""
+    trust_remote_code: bool = False
+    """Whether model code from the source may be run."""
+
+
+class DrafterSection(Section):
+    """The drafter to train. ``algorithm`` names a combination; context and head can be set apart for ablations."""
+
+    algorithm: BlockAlgorithm = "dfly"
+    context: ContextKind | None = None
+    """None: the algorithm's."""
+    head: HeadKind | None = None
+    """None: the algorithm's."""
+    confidence_head: bool | None = None
+    """None: the algorithm's."""
+    num_layers: int = Field(default=5, ge=1)
+    num_taps: int = Field(default=5, ge=1)
+    """How many target layers feed it, evenly spaced from layer 1 to N-3, unless layer_ids are given."""
+    layer_ids: tuple[int, ...] | None = None
+    """Zero-based target layers, ascending; None: spread by num_taps."""
+    block_size: int = 8
+    """Slots including the anchor: 8 proposes 7 tokens."""
+    mask_token_id: int | None = None
+    """None: the known target's first mask token."""
+    hidden_size: int | None = Field(default=None, gt=0)
+    """None: the target's."""
+    intermediate_size: int | None = Field(default=None, gt=0)
+    """None: the target's."""
+    num_heads: int | None = Field(default=None, gt=0)
+    num_kv_heads: int | None = Field(default=None, gt=0)
+    head_dim: int | None = Field(default=None, gt=0)
+    markov_rank: int = Field(default=256, gt=0)
+    """Used with head 'markov'."""
+    correction_intermediate_size: int | None = Field(default=None, gt=0)
+    """Used with head 'correction'; None: hidden_size."""
+    initial_checkpoint: str | None = None
+    """A drafter to start from (weights only); None: fresh weights."""
+
+
+class PromptSource(Section):
+    """One set of conversations."""
+
+    name: str
+    """Shown in tables and reports."""
+    source: str
+    """builtin:train/chat and the like (shipped), file:PATH (JSONL, JSON, CSV, Parquet), or hf:ORG/NAME."""
+    workload: Workload | None = None
+    """None: each row says it (keys `workload` or `domain`)."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    subset: str | None = None
+    """Configuration of a hub dataset; None: its default."""
+    revision: str | None = None
+    """Revision of a hub dataset; None: the newest, recorded in the run."""
+    prompt_key: str | None = None
+    """Column that holds a bare prompt; None: conversations, messages, turns or prompt are looked for."""
+    limit: int | None = Field(default=None, gt=0)
+    """At most so many rows, drawn by content hash; None: all."""
+
+
+class DataSection(Section):
+    """Prompts or finished conversations."""
+
+    train: tuple[PromptSource, ...] = Field(min_length=1)
+    evaluation: tuple[PromptSource, ...] = Field(min_length=1)
+    responses: Literal["rollout", "given"] = "rollout"
+    """Train on the target's own answers (rollout) or on those in the rows (given)."""
+    role_map: dict[str, str] = Field(default_factory=dict)
+    """Extra role names, mapped to system, user, assistant or tool."""
+    max_bad_fraction: float = Field(default=0.05, ge=0, le=1)
+    """The run stops when a larger share of the rows is refused."""
+    max_line_bytes: int = Field(default=4 * 2**20, gt=0)
+    """Longer lines are refused one by one, without being held."""
+    max_prompt_tokens: int = Field(default=1024, gt=0)
+    """Longer rendered prompts are refused."""
+    decontaminate_tokens: int = Field(default=16, ge=4)
+    """Training prompts that share so many contiguous tokens with an evaluation example are dropped."""
+    held_out_fraction: float = Field(default=0.03, gt=0, lt=0.5)
+    """Share of training conversations kept apart to choose the best checkpoint, by content hash."""
+    seed: int = 0
+
+
+class RolloutSection(Section):
+    """How the frozen target answers the prompts."""
+
+    backend: Literal["local", "endpoint"] = "local"
+    temperature: float = Field(default=0.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    samples_per_prompt: int = Field(default=1, ge=1)
+    """More than one needs a temperature."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    batch_size: int = Field(default=64, ge=1)
+    """Rows decoded together."""
+    shard_size: int = Field(default=256, ge=1)
+    """Prompts per shard, the unit of resuming; its batch composition is fixed."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    keep_finish_reasons: tuple[str, ...] = ("stop",)
+    """Answers that ended otherwise are counted and left out of training."""
+    max_repeated_share: float = Field(default=1.0, ge=0, le=1)
+    """Answers whose share of repeated 12-grams is larger are counted and left out (looping)."""
+    endpoint_url: str | None = None
+    """Base URL of an OpenAI-compatible server (…/v1), for backend endpoint."""
+    endpoint_model: str | None = None
+    """Model name sent to it; None: the first that it lists."""
+    endpoint_key_variable: str = "OPENAI_API_KEY"
+    """Environment variable that holds its key; the key itself is never written."""
+    concurrency: int = Field(default=32, ge=1)
+    retries: int = Field(default=5, ge=0)
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            raise ValueError("samples_per_prompt above 1 repeats the same answer at temperature 0")
+        if self.backend == "endpoint" and not self.endpoint_url:
+            raise ValueError("backend endpoint needs endpoint_url")
+        return self
+
+
+class PackSection(Section):
+    """Fixed rows of training tokens."""
+
+    row_length: int = Field(default=512, ge=8)
+    max_document_tokens: int | None = Field(default=None, ge=8)
+    """Longer conversations are cut; None: row_length."""
+
+
+class OptimizerSection(Section):
+    """The optimiser and its learning rate."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """Muon takes the matrices inside layers; embeddings, norms, fusion weights and heads stay with AdamW."""
+    learning_rate: float = Field(default=6e-4, gt=0)
+    min_learning_rate: float = Field(default=6e-5, ge=0)
+    muon_learning_rate: float = Field(default=2e-3, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = Field(default=1e-8, gt=0)
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    clip_norm: float = Field(default=1.0, gt=0)
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    warmup_fraction: float = Field(default=0.04, ge=0, lt=1)
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
+    """Final share of a stage in which wsd falls."""
+
+
+class TrainingStage(Section):
+    """One objective and how long it is followed."""
+
+    name: str
+    objective: Objective
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the rows; give epochs or steps."""
+    steps: int | None = Field(default=None, gt=0)
+    plateau_evaluations: int | None = Field(default=None, gt=0)
+    """End the stage early after so many held-out evaluations without a gain; None: run it out."""
+    plateau_gain: float = Field(default=0.005, ge=0)
+    """The accepted length that counts as a gain."""
+    learning_rate_scale: float = Field(default=1.0, gt=0)
+    """Multiplies the optimiser's learning rates in this stage."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give exactly one of epochs and steps")
+        return self
+
+
+class TrainingSection(Section):
+    """The training loop."""
+
+    features: Literal["online", "memory", "disk"] = "memory"
+    """Run the target inside each step, or once: features held in memory, or in shards on disk."""
+    rows_per_step: int = Field(default=4, ge=1)
+    """Packed rows per optimiser step and rank."""
+    rows_per_micro_batch: int = Field(default=2, ge=1)
+    anchors_per_row: int = Field(default=64, ge=1)
+    optimizer: OptimizerSection = OptimizerSection()
+    stages: tuple[TrainingStage, ...] = Field(min_length=1)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the matrix products; parameters and losses stay in float32."""
+    matmul_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the vocabulary head's products; auto: bfloat16 where the processor has it."""
+    evaluate_every: int = Field(default=200, ge=1)
+    """Steps between held-out evaluations."""
+    held_out_anchors: int = Field(default=1024, ge=1)
+    save_every: int = Field(default=200, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Newest checkpoints kept; the best is kept besides."""
+    log_every: int = Field(default=10, ge=1)
+    max_nonfinite_steps: int = Field(default=5, ge=0)
+    """Skipped steps after which the run stops."""
+    tracker: Literal["none", "tensorboard"] = "none"
+    """Metrics always go to metrics.jsonl; this adds another sink."""
+    sharding: Literal["replicate", "shard"] = "replicate"
+    """Across ranks: copies with averaged gradients, or FSDP2 shards."""
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.rows_per_step % self.rows_per_micro_batch:
+            raise ValueError(
+                f"rows_per_step {self.rows_per_step} is no multiple of rows_per_micro_batch {self.rows_per_micro_batch}"
+            )
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) != len(names):
+            raise ValueError(f"stage names repeat: {names}")
+        return self
+
+
+class LookupSection(Section):
+    """Prompt lookup, the drafter without weights that every table carries."""
+
+    max_match: int = Field(default=3, ge=1)
+    num_proposals: int = Field(default=7, ge=1)
+
+
+class EvaluationSection(Section):
+    """Measurement by real speculative decoding."""
+
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    prompts_per_suite: int | None = Field(default=None, gt=0)
+    """None: all."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    batch_size: int = Field(default=16, ge=1)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    exactness_prompts: int = Field(default=8, ge=0)
+    """Prompts on which the output is compared, token for token, with plain decoding in float32."""
+    shortlist: int | None = Field(default=None, ge=1)
+    """Candidates per slot that the hidden correction rescores; None: the whole vocabulary (exact)."""
+    lookup: LookupSection = LookupSection()
+    seed: int = 0
+
+    @field_validator("temperatures")
+    @classmethod
+    def _not_negative(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not value or any(item < 0 for item in value):
+            raise ValueError("temperatures needs one or more values of at least 0")
+        return value
+
+
+class ExportSection(Section):
+    """The drafter that a server loads."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    include_embedding: bool = False
+    """Whether the target's embedding is copied into the checkpoint (servers take it from the target)."""
+
+
+class RequirementsSection(Section):
+    """What a machine must have before anything is downloaded."""
+
+    accelerator: Literal["none", "cuda"] = "none"
+    accelerator_memory_gib: float = Field(default=0.0, ge=0)
+    """Per run, over all accelerators."""
+    feature_engine: Literal["in-process", "streaming"] = "in-process"
+    """Streaming: the target is too large to run inside the trainer; an engine sends its features."""
+
+
+class Recipe(Section):
+    """One complete run."""
+
+    format_version: int = FORMAT_VERSION
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    description: str
+    mode: Mode
+    """The thinking mode this drafter is trained for."""
+    target: TargetSection
+    drafter: DrafterSection = DrafterSection()
+    data: DataSection
+    rollout: RolloutSection = RolloutSection()
+    pack: PackSection = PackSection()
+    training: TrainingSection
+    evaluation: EvaluationSection = EvaluationSection()
+    export: ExportSection = ExportSection()
+    requirements: RequirementsSection = RequirementsSection()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.drafter.block_size < 2:
+            raise ValueError(f"drafter.block_size is {self.drafter.block_size}; allowed: 2 or more")
+        if self.pack.row_length <= self.drafter.block_size:
+            raise ValueError(
+                f"pack.row_length is {self.pack.row_length}; allowed: more than drafter.block_size "
+                f"({self.drafter.block_size})"
+            )
+        if self.target.mode_family is not None:
+            mode_family(self.target.mode_family)
+        return self
+
+    def drafter_config(self) -> BlockDrafterConfig:
+        """The drafter's configuration, from a resolved recipe.
+
+        Raises:
+            ValueError: the recipe is not resolved, or its values contradict each other.
+        """
+        geometry, drafter = self.target.geometry, self.drafter
+        if geometry is None or drafter.context is None or drafter.head is None or drafter.layer_ids is None:
+            raise ValueError(f"recipe '{self.name}' is not resolved")
+        return BlockDrafterConfig(
+            context=drafter.context,
+            head=drafter.head,
+            confidence_head=bool(drafter.confidence_head),
+            num_layers=drafter.num_layers,
+            hidden_size=drafter.hidden_size,
+            intermediate_size=drafter.intermediate_size,
+            num_heads=drafter.num_heads,
+            num_kv_heads=drafter.num_kv_heads,
+            head_dim=drafter.head_dim,
+            vocab_size=geometry.vocab_size,
+            rms_norm_eps=geometry.rms_norm_eps,
+            max_position_embeddings=geometry.max_position_embeddings,
+            rope=geometry.rope,
+            target_hidden_size=geometry.hidden_size,
+            target_num_layers=geometry.num_layers,
+            target_layer_ids=drafter.layer_ids,
+            block_size=drafter.block_size,
+            mask_token_id=drafter.mask_token_id,
+            markov_rank=drafter.markov_rank if drafter.head == "markov" else None,
+            correction_intermediate_size=(
+                drafter.correction_intermediate_size if drafter.head == "correction" else None
+            ),
+        )

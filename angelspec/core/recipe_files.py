@@ -1,0 +1,426 @@
+"""From a recipe's name, file and overrides to one resolved, checked ``Recipe``. Loads no model and no torch.
+
+Order of precedence, later wins: ``base:`` chain, the file, a preset, ``--set`` overrides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from angelspec.core.drafter_config import ALGORITHM_PARTS
+from angelspec.core.errors import AngelspecError, RecipeError, suggest
+from angelspec.core.files import read_json
+from angelspec.core.geometry import TargetGeometry, spread_layer_ids
+from angelspec.core.known_targets import KNOWN_TARGETS
+from angelspec.core.locations import resource_folder
+from angelspec.core.modes import mode_family
+from angelspec.core.recipe import Recipe
+
+_META_KEYS = ("base", "presets", "abstract")
+_MODE_FAMILY_OF_ARCHITECTURE = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "hy_v3": "hy3"}
+
+
+@dataclass(frozen=True)
+class RecipeSummary:
+    """One line of ``angelspec recipe list``."""
+
+    name: str
+    description: str
+    path: Path
+    presets: tuple[str, ...]
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def list_recipes() -> list[RecipeSummary]:
+    """The shipped recipes, by name; files marked ``abstract: true`` exist to be a base and are left out."""
+    summaries = []
+    for path in sorted(resource_folder("recipes").glob("*.yaml")):
+        document = _read_with_bases(path)
+        if not document.get("abstract"):
+            summaries.append(
+                RecipeSummary(
+                    document.get("name", path.stem),
+                    str(document.get("description", "")),
+                    path,
+                    tuple(document.get("presets") or ()),
+                )
+            )
+    return summaries
+
+
+def find_recipe(name_or_path: str) -> Path:
+    """The file of a shipped recipe's name, or of a path that ends in .yaml or .yml.
+
+    Raises:
+        RecipeError: neither exists.
+    """
+    if name_or_path.endswith((".yaml", ".yml")):
+        path = Path(name_or_path)
+        if not path.is_file():
+            raise RecipeError(f"recipe file '{path}' does not exist")
+        return path
+    shipped = resource_folder("recipes") / f"{name_or_path}.yaml"
+    if shipped.is_file():
+        return shipped
+    names = [summary.name for summary in list_recipes()]
+    raise RecipeError(
+        f"unknown recipe '{name_or_path}'{suggest(name_or_path, names)}",
+        mend="see `angelspec recipe list`, or give a path that ends in .yaml",
+    )
+
+
+def load_recipe(name_or_path: str, *, preset: str | None = None, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, merge, validate and resolve a recipe.
+
+    Args:
+        name_or_path: a shipped recipe's name or a YAML file.
+        preset: a key of the recipe's ``presets``.
+        overrides: ``section.field=value`` items, values in YAML; list items by index or by their name.
+
+    Raises:
+        RecipeError: anything wrong, naming the key and the allowed values.
+    """
+    path = find_recipe(name_or_path)
+    document = _read_with_bases(path)
+    presets = document.get("presets") or {}
+    if preset is not None:
+        if preset not in presets:
+            raise RecipeError(
+                f"recipe '{path.stem}' has no preset '{preset}'{suggest(preset, presets)}",
+                mend=f"use one of: {', '.join(presets) or 'none; this recipe has no presets'}",
+            )
+        document = merge(document, presets[preset])
+    for override in overrides:
+        document = apply_override(document, override)
+    if document.pop("abstract", False):
+        raise RecipeError(f"'{path.stem}' only serves as a base for other recipes")
+    for key in _META_KEYS:
+        document.pop(key, None)
+    return resolve(validate(document, where=str(path)))
+
+
+def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Deep-merge mappings; anything else in ``upper`` replaces what ``lower`` has."""
+    merged = dict(lower)
+    for key, value in upper.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def apply_override(document: Mapping[str, Any], override: str) -> dict[str, Any]:
+    """Apply one ``section.field=value``.
+
+    Raises:
+        RecipeError: no ``=``, a path through something that is not a section, or an unknown list item.
+    """
+    path, separator, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not separator or not all(keys):
+        raise RecipeError(f"override '{override}' is not of the form section.field=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"override '{override}': the value is no YAML ({error})") from None
+    return _set_at(document, keys, value, override)
+
+
+def _set_at(node: Any, keys: Sequence[str], value: Any, override: str) -> Any:
+    if not keys:
+        return value
+    head, rest = keys[0], keys[1:]
+    if isinstance(node, list):
+        names = [item.get("name") if isinstance(item, Mapping) else None for item in node]
+        if head.isdigit() and int(head) < len(node):
+            index = int(head)
+        elif head in names:
+            index = names.index(head)
+        else:
+            known = [name for name in names if name] or [f"0..{len(node) - 1}"]
+            raise RecipeError(
+                f"override '{override}': no item '{head}'{suggest(head, known)}",
+                mend=f"use one of: {', '.join(known)}",
+            )
+        return [_set_at(item, rest, value, override) if i == index else item for i, item in enumerate(node)]
+    if node is None:
+        node = {}
+    if not isinstance(node, Mapping):
+        raise RecipeError(f"override '{override}': '{head}' lies below a plain value")
+    return {**node, head: _set_at(node.get(head), rest, value, override)}
+
+
+def _read_with_bases(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    path = path.resolve()
+    if path in seen:
+        raise RecipeError(f"recipe bases go in a circle: {' -> '.join(item.stem for item in (*seen, path))}")
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path.name}: not readable as YAML: {error}") from None
+    if not isinstance(document, dict):
+        raise RecipeError(f"{path.name}: a recipe is a mapping of sections")
+    base = document.get("base")
+    if base is None:
+        return document
+    beside = path.parent / f"{base}.yaml"
+    base_path = beside if beside.is_file() else find_recipe(str(base))
+    parent = _read_with_bases(base_path, (*seen, path))
+    parent.pop("abstract", None)
+    return merge(parent, document)
+
+
+# ------------------------------------------------------------------------------------------- validation
+
+
+def validate(document: Mapping[str, Any], *, where: str) -> Recipe:
+    """Validate a merged document against the schema.
+
+    Raises:
+        RecipeError: every problem at once, each naming its key and what is allowed.
+    """
+    try:
+        return Recipe.model_validate(document)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors()]
+        raise RecipeError(f"{where}:\n" + "\n".join(f"  - {line}" for line in lines)) from None
+
+
+def _explain(item: Mapping[str, Any]) -> str:
+    location = tuple(
+        part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-"))
+    )
+    key = ".".join(str(part) for part in location) or "recipe"
+    kind, context = item["type"], item.get("ctx") or {}
+    given = item.get("input")
+    if kind == "extra_forbidden":
+        allowed = _fields_at(Recipe, location[:-1])
+        return f"{key}: unknown key{suggest(str(location[-1]), allowed)}; allowed: {', '.join(allowed)}"
+    if kind == "missing":
+        return f"{key}: is required"
+    if kind == "literal_error":
+        return f"{key}: {given!r} is not allowed; allowed: {context['expected']}"
+    message = item["msg"].removeprefix("Value error, ")
+    shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool | NoneType) else ""
+    return f"{key}: {message}{shown}"
+
+
+def _fields_at(model: type[BaseModel], location: Sequence[Any]) -> list[str]:
+    current: Any = model
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = current.model_fields.get(part)
+        nested = _model_in(field.annotation) if field is not None else None
+        if nested is None:
+            return []
+        current = nested
+    return list(current.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, UnionType, tuple, list) or get_args(annotation):
+        for argument in get_args(annotation):
+            found = _model_in(argument) if get_origin(annotation) is not Literal else None
+            if found is not None:
+                return found
+    return None
+
+
+# ------------------------------------------------------------------------------------------- resolution
+
+
+def resolve(recipe: Recipe) -> Recipe:
+    """Fill every open field from the target and the algorithm, and check what only then can be checked.
+
+    Raises:
+        RecipeError: naming the key and the allowed values.
+    """
+    target, known_masks = _resolve_target(recipe)
+    family = mode_family(target.mode_family)
+    if recipe.mode not in family.modes:
+        raise RecipeError(
+            f"mode: '{recipe.mode}' is not a mode of the target (mode family '{family.name}'); "
+            f"allowed: {', '.join(family.modes)}"
+        )
+    drafter = _resolve_drafter(recipe, target.geometry, known_masks)
+    pack = recipe.pack
+    if pack.max_document_tokens is None:
+        pack = pack.model_copy(update={"max_document_tokens": pack.row_length})
+    resolved = recipe.model_copy(update={"target": target, "drafter": drafter, "pack": pack})
+    try:
+        resolved.drafter_config()
+    except ValidationError as error:
+        lines = [
+            f"drafter.{_explain(item)}" if item["loc"] else f"drafter: {_explain(item)}"
+            for item in error.errors()
+        ]
+        raise RecipeError(f"recipe '{recipe.name}':\n" + "\n".join(f"  - {line}" for line in lines)) from None
+    return resolved
+
+
+def _resolve_target(recipe: Recipe) -> tuple[Any, tuple[int, ...]]:
+    target = recipe.target
+    if target.name is not None:
+        if target.name not in KNOWN_TARGETS:
+            raise RecipeError(
+                f"target.name: unknown target '{target.name}'{suggest(target.name, KNOWN_TARGETS)}; "
+                f"allowed: {', '.join(KNOWN_TARGETS)}",
+                mend="or leave name out and give target.source",
+            )
+        known = KNOWN_TARGETS[target.name]
+        filled = {
+            "source": target.source or known.source,
+            "mode_family": target.mode_family or known.mode_family,
+            "geometry": target.geometry or known.geometry,
+        }
+        if target.source and target.source != known.source and not target.source.startswith("folder:"):
+            filled["source"] = target.source
+        return target.model_copy(update=filled), known.mask_token_ids
+    if target.source is None:
+        raise RecipeError(
+            "target: give name (see `angelspec recipe list`) or source",
+            mend="for example target.source: folder:/models/my-model",
+        )
+    geometry = target.geometry
+    masks: tuple[int, ...] = ()
+    if target.source.startswith("folder:"):
+        folder = Path(target.source.removeprefix("folder:")).expanduser()
+        geometry = geometry or _geometry_of_folder(folder)
+        masks = unused_token_ids(folder, geometry.vocab_size)
+    if geometry is None:
+        raise RecipeError(
+            "target.geometry: is required for a source whose config.json is not at hand",
+            mend="state it in the recipe, or download the target and use source folder:PATH",
+        )
+    family = target.mode_family or _MODE_FAMILY_OF_ARCHITECTURE.get(geometry.architecture, "plain")
+    return target.model_copy(update={"geometry": geometry, "mode_family": family}), masks
+
+
+def _geometry_of_folder(folder: Path) -> TargetGeometry:
+    config = folder / "config.json"
+    if not config.is_file():
+        raise RecipeError(
+            f"target.source: '{folder}' holds no config.json", mend="name a Hugging Face model folder"
+        )
+    try:
+        return TargetGeometry.from_config(read_json(config))
+    except ValueError as error:
+        raise RecipeError(f"target.source: {config}: {error}") from None
+
+
+def unused_token_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """Ids of a tokenizer folder that ordinary text never yields: unnamed ones, then special ones not in use.
+
+    Ids named in config.json (bos, eos, pad) are in use. Empty when there is no tokenizer.json to read.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return ()
+    tokenizer = read_json(path)
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+    text_ids = set(vocabulary.values()) if isinstance(vocabulary, dict) else set(range(len(vocabulary)))
+    special = {item["id"] for item in tokenizer.get("added_tokens") or () if item.get("special")}
+    config = read_json(folder / "config.json")
+    used: set[int] = set()
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = config.get(key)
+        used.update(value if isinstance(value, list) else () if value is None else (value,))
+    unnamed = [i for i in range(vocab_size) if i not in text_ids and i not in special]
+    return tuple(unnamed + sorted(special - used))
+
+
+def _resolve_drafter(recipe: Recipe, geometry: TargetGeometry, known_masks: tuple[int, ...]) -> Any:
+    drafter = recipe.drafter
+    context, head, confidence = ALGORITHM_PARTS[drafter.algorithm]
+    layer_ids = drafter.layer_ids
+    if layer_ids is None:
+        try:
+            layer_ids = spread_layer_ids(geometry.num_layers, drafter.num_taps)
+        except ValueError as error:
+            raise RecipeError(f"drafter.num_taps: {error}") from None
+    ids = list(layer_ids)
+    allowed = f"allowed: ascending, without doubles, each in 0..{geometry.num_layers - 1}"
+    if any(not 0 <= i < geometry.num_layers for i in ids):
+        raise RecipeError(
+            f"drafter.layer_ids: {ids} leaves the target's {geometry.num_layers} layers; {allowed}"
+        )
+    if len(set(ids)) != len(ids):
+        raise RecipeError(f"drafter.layer_ids: {ids} holds an id twice; {allowed}")
+    if ids != sorted(ids):
+        raise RecipeError(f"drafter.layer_ids: {ids} is not sorted; {allowed}")
+    mask = drafter.mask_token_id
+    if mask is None:
+        if not known_masks:
+            raise RecipeError(
+                "drafter.mask_token_id: is required for this target", mend="name an id that occurs in no data"
+            )
+        mask = known_masks[0]
+    if not 0 <= mask < geometry.vocab_size:
+        raise RecipeError(
+            f"drafter.mask_token_id: {mask} is out of range; allowed: 0..{geometry.vocab_size - 1}"
+        )
+    if known_masks and mask not in known_masks:
+        raise RecipeError(
+            f"drafter.mask_token_id: {mask} is a token that occurs in the data; allowed: {_ranges(known_masks)}"
+        )
+    hidden = drafter.hidden_size or geometry.hidden_size
+    context = drafter.context or context
+    if context != "projection" and hidden != geometry.hidden_size:
+        raise RecipeError(
+            f"drafter.hidden_size: {hidden} disagrees with the target's {geometry.hidden_size}; "
+            f"allowed with context '{context}': {geometry.hidden_size}"
+        )
+    if hidden != geometry.hidden_size:
+        raise RecipeError(
+            f"drafter.hidden_size: {hidden} disagrees with the target's {geometry.hidden_size}, whose embedding and "
+            f"head the drafter uses; allowed: {geometry.hidden_size}"
+        )
+    return drafter.model_copy(
+        update={
+            "context": context,
+            "head": drafter.head or head,
+            "confidence_head": confidence if drafter.confidence_head is None else drafter.confidence_head,
+            "layer_ids": tuple(ids),
+            "num_taps": len(ids),
+            "mask_token_id": mask,
+            "hidden_size": hidden,
+            "intermediate_size": drafter.intermediate_size or geometry.intermediate_size,
+            "num_heads": drafter.num_heads or geometry.num_heads,
+            "num_kv_heads": drafter.num_kv_heads or geometry.num_kv_heads,
+            "head_dim": drafter.head_dim or geometry.head_dim,
+            "correction_intermediate_size": drafter.correction_intermediate_size or hidden,
+        }
+    )
+
+
+def _ranges(ids: Sequence[int], *, shown: int = 6) -> str:
+    spans: list[list[int]] = []
+    for i in sorted(ids):
+        if spans and i == spans[-1][1] + 1:
+            spans[-1][1] = i
+        else:
+            spans.append([i, i])
+    text = [str(a) if a == b else f"{a}..{b}" for a, b in spans]
+    return ", ".join(text[:shown]) + (", ..." if len(text) > shown else "")
+
+
+def check_recipe(name_or_path: str, *, preset: str | None = None, overrides: Sequence[str] = ()) -> list[str]:
+    """Problems of a recipe, empty if none (the function behind ``angelspec recipe check``)."""
+    try:
+        load_recipe(name_or_path, preset=preset, overrides=overrides)
+    except AngelspecError as error:
+        return [str(error)]
+    return []
