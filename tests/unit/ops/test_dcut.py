@@ -1,0 +1,83 @@
+"""D-cut against its definition (arXiv 2607.14647)."""
+
+import pytest
+import torch
+
+from angelspec.core.costs import FALLBACK_RATIO, RATIOS, CostEntry, CostTable
+from angelspec.ops.dcut import choose_cut, cut, cut_reference, slot_budget, survivals
+
+
+def test_survival_is_the_running_product_and_missing_proposals_are_marked():
+    survival_BK = survivals(
+        torch.tensor([[0.5, 0.5, 1.0], [1.5, -0.1, 0.9], [torch.nan, 1.0, 1.0]]), lengths_B=torch.tensor([2, 3, 3])
+    )
+    assert survival_BK.tolist() == [[0.5, 0.25, -1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+def test_budget_counts_anchors_and_never_falls_below_them():
+    assert slot_budget(0.25, batch_size=4, depth=7) == 8
+    assert slot_budget(0.25, batch_size=1, depth=7) == 2
+    assert slot_budget(0.25, batch_size=3, depth=2) == 3  # ceil(2.25) = 3 anchors
+    assert slot_budget(0.1, batch_size=10, depth=2) == 10
+    assert slot_budget(0.1, batch_size=10, depth=29) == 30  # not 31 by a rounding error
+    assert slot_budget(1.0, batch_size=5, depth=7) == 40
+
+
+def test_a_worked_example():
+    survival_BK = torch.tensor([[0.9, 0.8, 0.1], [0.5, 0.4, 0.3]])
+    decision = cut(survival_BK, ratio=0.5)  # K = 4 slots: two anchors, 0.9 and 0.8
+    assert decision.kept_B.tolist() == [2, 0]
+    assert decision.expected_tokens == pytest.approx(2 + 0.9 + 0.8)
+    assert cut(survival_BK, ratio=1.0).kept_B.tolist() == [3, 3]
+
+
+def test_ties_go_to_the_shallower_position():
+    ones_BK = torch.ones(3, 4)
+    assert cut(ones_BK, ratio=7 / 15).kept_B.tolist() == [2, 1, 1]  # 7 slots: 3 anchors, 3 of depth 1, 1 of depth 2
+
+
+@pytest.mark.parametrize("ratio", [*RATIOS, 0.1, 0.6])
+@pytest.mark.parametrize("ties", [False, True])
+def test_equals_the_reference_and_keeps_prefixes(ratio, ties):
+    generator = torch.Generator().manual_seed(2)
+    for batch in (1, 2, 5, 16):
+        confidence_BK = torch.rand(batch, 7, generator=generator)
+        if ties:
+            confidence_BK = (confidence_BK * 3).ceil() / 3
+            confidence_BK[0] = 1.0
+        lengths_B = torch.randint(8, (batch,), generator=generator)
+        survival_BK = survivals(confidence_BK, lengths_B=lengths_B)
+        kept_B = cut(survival_BK, ratio=ratio).kept_B
+        assert kept_B.tolist() == cut_reference(survival_BK.tolist(), ratio=ratio, depth=7)
+        assert (kept_B <= lengths_B).all()
+        if ratio == 1.0:
+            assert torch.equal(kept_B, lengths_B)
+        best_dropped = max(
+            (float(s[k]) for s, k, n in zip(survival_BK, kept_B, lengths_B, strict=True) if k < n), default=0
+        )
+        worst_kept = min((float(s[k - 1]) for s, k in zip(survival_BK, kept_B, strict=True) if k > 0), default=1)
+        assert worst_kept >= best_dropped
+
+
+def test_auto_takes_the_largest_expected_tokens_per_second():
+    survival_BK = torch.tensor([[0.5, 0.0, 0.0], [0.5, 0.0, 0.0]])
+    # rho .25: 2 slots U=2; .5: 4 slots U=3; .75: 6 slots U=3; 1: 8 slots U=3
+    flat = choose_cut(survival_BK, seconds=lambda batch, slots: 1.0)
+    assert (flat.ratio, flat.expected_tokens) == (1.0, 3.0)  # equal rates: nothing is gained by cutting
+    steep = choose_cut(survival_BK, seconds=lambda batch, slots: float(slots))
+    assert steep.ratio == 0.25
+    affine = choose_cut(survival_BK, seconds=lambda batch, slots: 4.0 + slots)
+    assert (affine.ratio, affine.kept_B.tolist()) == (0.5, [1, 1])
+
+
+def test_an_unknown_cost_falls_back():
+    decision = choose_cut(torch.rand(2, 7).cumprod(1), seconds=CostTable().seconds)
+    assert decision.ratio == FALLBACK_RATIO
+    table = CostTable(entries=[CostEntry(batch_size=2, verified_slots=s, seconds=1e-3 * s) for s in (4, 8, 12, 16)])
+    assert choose_cut(torch.zeros(2, 7), seconds=table.seconds).ratio == 0.25
+
+
+def test_a_ratio_out_of_range_is_refused():
+    for ratio in (0.0, -1.0, 1.1):
+        with pytest.raises(ValueError, match="keep ratio"):
+            cut(torch.ones(1, 1), ratio=ratio)
