@@ -89,7 +89,9 @@ def count_steps(
     full = 0
     for hit, asked, offered in zip(accepted, proposed, drafted, strict=True):
         if not 0 <= hit <= asked <= offered <= depth:
-            raise ValueError(f"a step accepted {hit} of {asked} verified of {offered} drafted proposals (depth {depth})")
+            raise ValueError(
+                f"a step accepted {hit} of {asked} verified of {offered} drafted proposals (depth {depth})"
+            )
         if asked == depth:
             full += 1
             for position in range(hit):

@@ -112,7 +112,5 @@ class BlockDrafterConfig(BaseModel):
             "vocab_size": (self.vocab_size, geometry.vocab_size),
         }
         return [
-            f"{key} is {ours} but the target has {theirs}"
-            for key, (ours, theirs) in pairs.items()
-            if ours != theirs
+            f"{key} is {ours} but the target has {theirs}" for key, (ours, theirs) in pairs.items() if ours != theirs
         ]

@@ -125,8 +125,14 @@ class TargetGeometry(BaseModel):
         config = config.get("text_config") or config
         missing = [
             key
-            for key in ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
-                        "num_attention_heads", "vocab_size")  # fmt: skip
+            for key in (
+                "model_type",
+                "hidden_size",
+                "intermediate_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "vocab_size",
+            )  # fmt: skip
             if config.get(key) is None
         ]
         if missing:

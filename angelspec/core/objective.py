@@ -25,6 +25,7 @@ class Objective(BaseModel):
     lk_form: Literal["hybrid", "alpha"] = "hybrid"
     """hybrid: lambda*KL + (1-lambda)*TV with lambda = exp(-eta*alpha); alpha: -log(alpha)."""
     lk_eta: float = Field(default=3.0, gt=0)
+    """How fast the hybrid LK loss turns from KL to TV as the acceptance grows."""
     top_k: int | None = Field(default=None, gt=0)
     """KL on the teacher's K most probable tokens; None: the whole vocabulary."""
     renormalise: bool = False
@@ -36,7 +37,14 @@ class Objective(BaseModel):
     position_weights: Literal["uniform", "decay", "d-pace"] = "uniform"
     """How slots of a block weigh in the per-token terms."""
     decay_gamma: float = Field(default=7.0, gt=0)
+    """Slots over which the weight of `decay` falls by a factor e."""
     d_pace_rho: float = Field(default=0.5, ge=0, le=1)
+    """How far `d-pace` lifts every slot's probability towards 1: s -> (1-rho)*s + rho."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether any term compares the drafter with the target's distribution."""
+        return any((self.kl, self.tv, self.l1, self.lk, self.end_to_end_tv, self.confidence))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -44,4 +52,13 @@ class Objective(BaseModel):
             raise ValueError("no loss term is positive; give ce, kl, tv, l1, lk or end_to_end_tv a weight")
         if self.renormalise and self.top_k is None:
             raise ValueError("renormalise needs top_k; over the whole vocabulary there is nothing to renormalise")
+        if self.renormalise and self.top_k == 1:
+            raise ValueError("renormalise with top_k 1 leaves one token of probability 1: every loss would be 0")
+        if self.renormalise and not self.needs_teacher:
+            raise ValueError("renormalise has no effect: no term compares the drafter with the target")
+        reads_kl = self.kl or (self.lk and self.lk_form == "hybrid")
+        if self.top_k is not None and not self.renormalise and not reads_kl:
+            raise ValueError(
+                "top_k has no effect: without renormalise only kl and the hybrid lk read it, and both are off"
+            )
         return self

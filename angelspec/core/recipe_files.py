@@ -197,9 +197,7 @@ def validate(document: Mapping[str, Any], *, where: str) -> Recipe:
 
 
 def _explain(item: Mapping[str, Any]) -> str:
-    location = tuple(
-        part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-"))
-    )
+    location = tuple(part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-")))
     key = ".".join(str(part) for part in location) or "recipe"
     kind, context = item["type"], item.get("ctx") or {}
     given = item.get("input")
@@ -264,8 +262,7 @@ def resolve(recipe: Recipe) -> Recipe:
         resolved.drafter_config()
     except ValidationError as error:
         lines = [
-            f"drafter.{_explain(item)}" if item["loc"] else f"drafter: {_explain(item)}"
-            for item in error.errors()
+            f"drafter.{_explain(item)}" if item["loc"] else f"drafter: {_explain(item)}" for item in error.errors()
         ]
         raise RecipeError(f"recipe '{recipe.name}':\n" + "\n".join(f"  - {line}" for line in lines)) from None
     return resolved
@@ -312,9 +309,7 @@ def _resolve_target(recipe: Recipe) -> tuple[Any, tuple[int, ...]]:
 def _geometry_of_folder(folder: Path) -> TargetGeometry:
     config = folder / "config.json"
     if not config.is_file():
-        raise RecipeError(
-            f"target.source: '{folder}' holds no config.json", mend="name a Hugging Face model folder"
-        )
+        raise RecipeError(f"target.source: '{folder}' holds no config.json", mend="name a Hugging Face model folder")
     try:
         return TargetGeometry.from_config(read_json(config))
     except ValueError as error:
@@ -354,9 +349,7 @@ def _resolve_drafter(recipe: Recipe, geometry: TargetGeometry, known_masks: tupl
     ids = list(layer_ids)
     allowed = f"allowed: ascending, without doubles, each in 0..{geometry.num_layers - 1}"
     if any(not 0 <= i < geometry.num_layers for i in ids):
-        raise RecipeError(
-            f"drafter.layer_ids: {ids} leaves the target's {geometry.num_layers} layers; {allowed}"
-        )
+        raise RecipeError(f"drafter.layer_ids: {ids} leaves the target's {geometry.num_layers} layers; {allowed}")
     if len(set(ids)) != len(ids):
         raise RecipeError(f"drafter.layer_ids: {ids} holds an id twice; {allowed}")
     if ids != sorted(ids):
@@ -369,9 +362,7 @@ def _resolve_drafter(recipe: Recipe, geometry: TargetGeometry, known_masks: tupl
             )
         mask = known_masks[0]
     if not 0 <= mask < geometry.vocab_size:
-        raise RecipeError(
-            f"drafter.mask_token_id: {mask} is out of range; allowed: 0..{geometry.vocab_size - 1}"
-        )
+        raise RecipeError(f"drafter.mask_token_id: {mask} is out of range; allowed: 0..{geometry.vocab_size - 1}")
     if known_masks and mask not in known_masks:
         raise RecipeError(
             f"drafter.mask_token_id: {mask} is a token that occurs in the data; allowed: {_ranges(known_masks)}"

@@ -1,0 +1,34 @@
+"""``angelspec checkpoint``: what is wrong with a drafter, and its other dialects."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.group()
+def checkpoint() -> None:
+    """Check and convert drafter checkpoints."""
+
+
+@checkpoint.command("check")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check_command(path: Path, as_json: bool) -> None:
+    """Say by name what is wrong with the drafter folder or file PATH; exit 1 if anything is."""
+    from angelspec.drafters.checkpoint import inspect_checkpoint
+
+    problems = inspect_checkpoint(path)
+    if as_json:
+        rows = [{"code": p.code, "key": p.key, "detail": p.detail, "mend": p.mend} for p in problems]
+        click.echo(json.dumps({"path": str(path), "ok": not problems, "problems": rows}, indent=2))
+    elif not problems:
+        click.echo(f"{path}: ok")
+    else:
+        click.echo(f"{path}: {len(problems)} problem(s)")
+        for problem in problems:
+            click.echo(f"  {problem.code}: {problem.detail}" + (f"\n    mend: {problem.mend}" if problem.mend else ""))
+    sys.exit(1 if problems else 0)

@@ -1,0 +1,20 @@
+"""``angelspec doctor``: what this machine can run, and what is missing."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Show what this machine can run, versions, caches and their sizes, what is missing and how to get it."""
+    from angelspec.pipeline.doctor import examine, print_examination
+
+    examination = examine()
+    if as_json:
+        click.echo(json.dumps(examination, indent=2, ensure_ascii=False))
+    else:
+        print_examination(examination)

@@ -1,0 +1,51 @@
+"""``angelspec evaluate``: measure drafters by real speculative decoding, side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("checkpoints", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--prompts", "prompts", multiple=True, metavar="[NAME=]SOURCE", help="Prompt files or builtin:… sets; "
+              "may repeat (default: the suites of the first checkpoint's recipe).")
+@click.option("--temperature", "temperatures", multiple=True, type=float, help="May repeat (default: 0 and 1).")
+@click.option("--limit", type=int, help="Prompts per suite.")
+@click.option("--max-new-tokens", type=int, help="Longest answer.")
+@click.option("--batch-size", type=int, help="Rows decoded together.")
+@click.option("--target", "target_source", metavar="SOURCE", help="Where the target lies, if not where the manifest says.")
+@click.option("--shortlist", type=int, help="Candidates per slot that the hidden correction rescores.")
+@click.option("--cut", type=float, help="D-cut with this share of the proposals kept, for example 0.5.")
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Folder for JSON, Markdown and plots.")
+@click.option("--quiet", is_flag=True, help="Show no progress.")
+def evaluate(
+    checkpoints: tuple[Path, ...],
+    prompts: tuple[str, ...],
+    temperatures: tuple[float, ...],
+    limit: int | None,
+    max_new_tokens: int | None,
+    batch_size: int | None,
+    target_source: str | None,
+    shortlist: int | None,
+    cut: float | None,
+    output: Path | None,
+    quiet: bool,
+) -> None:
+    """Compare CHECKPOINTS with each other, with prompt lookup and with plain decoding."""
+    from angelspec.pipeline.evaluate_run import evaluate_checkpoints
+
+    evaluate_checkpoints(
+        checkpoints,
+        prompts=prompts,
+        temperatures=temperatures or None,
+        limit=limit,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        target_source=target_source,
+        shortlist=shortlist,
+        cut=cut,
+        output=output,
+        quiet=quiet,
+    )

@@ -1,0 +1,50 @@
+"""Entry point of the ``angelspec`` command."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from angelspec import __version__
+from angelspec.cli.bench_commands import bench
+from angelspec.cli.checkpoint_commands import checkpoint
+from angelspec.cli.data_commands import data
+from angelspec.cli.doctor_commands import doctor
+from angelspec.cli.evaluate_commands import evaluate
+from angelspec.cli.recipe_commands import recipe
+from angelspec.core.errors import AngelspecError
+
+
+class _Group(click.Group):
+    """Shows a user error as one message, never as a traceback."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except AngelspecError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(2)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="angelspec")
+def cli() -> None:
+    """Train, measure and serve speculative-decoding drafters."""
+
+
+for command in (recipe, evaluate, data, checkpoint, bench, doctor):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        cli(standalone_mode=True)
+    except KeyboardInterrupt:
+        click.echo("\ninterrupted; run the same command again to go on from here", err=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

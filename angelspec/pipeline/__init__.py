@@ -1,0 +1,1 @@
+"""A recipe as a row of stages: fingerprints, reuse, resuming, progress."""

@@ -1,0 +1,81 @@
+"""Whether this machine can run a recipe, asked before anything is downloaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import psutil
+
+from angelspec.core.errors import MissingRequirement
+from angelspec.core.known_targets import KNOWN_TARGETS
+from angelspec.core.recipe import Recipe
+
+_GIB = 2**30
+
+
+def target_parameters(recipe: Recipe) -> int:
+    """Parameters of the recipe's target: known, or estimated from its shape."""
+    known = KNOWN_TARGETS.get(recipe.target.name or "")
+    return known.num_parameters if known is not None else recipe.target.geometry.num_parameters
+
+
+def target_bytes(recipe: Recipe) -> int:
+    """Bytes of the target's weights in the recipe's precision."""
+    return target_parameters(recipe) * (2 if recipe.target.dtype == "bfloat16" else 4)
+
+
+def missing_requirements(recipe: Recipe, *, output: Path) -> list[str]:
+    """What this machine lacks, one sentence each (empty: the recipe can start)."""
+    needs, missing = recipe.requirements, []
+    weights = target_bytes(recipe) / _GIB
+    if needs.feature_engine == "streaming":
+        missing.append(
+            f"a way to stream features: the target has {target_parameters(recipe) / 1e9:.0f} billion parameters "
+            f"({weights:.0f} GiB in {recipe.target.dtype}), too large to run inside the trainer, and this version of "
+            "angelspec has no streaming feature engine (requirements.feature_engine)"
+        )
+    if needs.accelerator == "cuda":
+        import torch
+
+        have = (
+            sum(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())) / _GIB
+            if torch.cuda.is_available()
+            else 0.0
+        )
+        if not have:
+            missing.append("a CUDA accelerator: none is visible here (requirements.accelerator)")
+        elif have < needs.accelerator_memory_gib:
+            missing.append(
+                f"{needs.accelerator_memory_gib:.0f} GiB of accelerator memory: {have:.0f} GiB are visible here "
+                "(requirements.accelerator_memory_gib)"
+            )
+    else:
+        free = psutil.virtual_memory().available / _GIB
+        if weights * 1.5 > free:
+            missing.append(
+                f"{weights * 1.5:.1f} GiB of memory to load the target ({weights:.1f} GiB of weights): "
+                f"{free:.1f} GiB are free"
+            )
+    place = output
+    while not place.exists():
+        place = place.parent
+    free_disk = shutil.disk_usage(place).free / _GIB
+    if free_disk < 1.0:
+        missing.append(f"1 GiB of disk at {place}: {free_disk:.2f} GiB are free")
+    return missing
+
+
+def check_requirements(recipe: Recipe, *, output: Path) -> None:
+    """Stop before anything is downloaded if the machine cannot run the recipe.
+
+    Raises:
+        MissingRequirement: naming all that is missing.
+    """
+    missing = missing_requirements(recipe, output=output)
+    if missing:
+        raise MissingRequirement(
+            f"recipe '{recipe.name}' cannot run here; missing:\n" + "\n".join(f"  - {item}" for item in missing),
+            mend="run it where these are present, or plan it here with --plan; the embedded recipes "
+            "(smollm2-...) run on any machine",
+        )

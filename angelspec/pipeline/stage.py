@@ -1,0 +1,80 @@
+"""What a stage is: a name, what it depends on, and a function that fills its folder.
+
+A stage is named by a fingerprint of everything it depends on: the part of the recipe it reads, the content of
+files outside the run, and the digests of what earlier stages produced. A finished stage is reused, a half-finished
+one is entered again with its folder as it was left, and a changed input gives another name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from angelspec.core.recipe import Recipe
+from angelspec.pipeline.progress import Progress
+from angelspec.pipeline.session import Session
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """What a stage leaves to later ones."""
+
+    digest: str
+    """Content hash of its results; timings are not part of it."""
+    summary: Mapping[str, Any]
+    """Plain data: counts for the user and facts for later stages."""
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """A finished stage."""
+
+    folder: Path
+    fingerprint: str
+    output: StageOutput
+    seconds: float
+    reused: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything a running stage may use."""
+
+    recipe: Recipe
+    folder: Path
+    """The stage's own folder; kept when the stage is interrupted."""
+    before: Mapping[str, StageResult]
+    """Finished stages, by name."""
+    session: Session
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a stage will do and take, as far as the recipe alone tells."""
+
+    does: str
+    tokens: int | None = None
+    disk_bytes: int | None = None
+    memory_bytes: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a recipe."""
+
+    name: str
+    does: str
+    """One line for the user, in the present tense."""
+    needs: tuple[str, ...]
+    """Names of the stages whose output it reads."""
+    inputs: Callable[[Recipe], Mapping[str, Any]]
+    """Plain data it depends on besides other stages; hashes of outside files included."""
+    run: Callable[[Work], StageOutput]
+    estimate: Callable[[Recipe], Estimate]
+    version: int = 1
+    """Raised when the stage's code changes what it produces."""
+    details: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,65 @@
+"""The content-addressed folder of stages, shared by the runs that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from filelock import FileLock
+
+from angelspec.core.files import read_json, write_json_atomic
+from angelspec.core.fingerprint import fingerprint
+from angelspec.core.recipe import Recipe
+from angelspec.pipeline.stage import Stage, StageOutput, StageResult
+
+_DONE = "stage.json"
+
+
+class Store:
+    """Stage folders ``<stage>-<fingerprint>`` below one root; ``stage.json`` in one marks it finished."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def name_of(self, stage: Stage, recipe: Recipe, before: Mapping[str, StageResult]) -> str:
+        """The fingerprint of a stage, given its finished predecessors."""
+        return fingerprint(
+            {
+                "stage": stage.name,
+                "version": stage.version,
+                "inputs": stage.inputs(recipe),
+                "before": {name: before[name].output.digest for name in stage.needs},
+            }
+        )
+
+    def folder(self, stage: Stage, name: str) -> Path:
+        """Where a stage of that fingerprint lies or will lie."""
+        return self.root / f"{stage.name}-{name}"
+
+    def lock(self, stage: Stage, name: str) -> FileLock:
+        """Held while a stage runs, so that two runs never fill one folder."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        return FileLock(self.root / f".{stage.name}-{name}.lock")
+
+    def finished(self, stage: Stage, name: str) -> StageResult | None:
+        """The finished stage of that fingerprint, if there is one."""
+        folder = self.folder(stage, name)
+        if not (folder / _DONE).is_file():
+            return None
+        record = read_json(folder / _DONE)
+        output = StageOutput(record["digest"], record["summary"])
+        return StageResult(folder, name, output, record["seconds"], reused=True)
+
+    def finish(self, stage: Stage, name: str, output: StageOutput, *, seconds: float, inputs: Mapping) -> StageResult:
+        """Mark a stage finished."""
+        folder = self.folder(stage, name)
+        record = {
+            "stage": stage.name,
+            "fingerprint": name,
+            "digest": output.digest,
+            "summary": dict(output.summary),
+            "seconds": round(seconds, 3),
+            "inputs": dict(inputs),
+        }
+        write_json_atomic(folder / _DONE, record)
+        return StageResult(folder, name, output, seconds, reused=False)
