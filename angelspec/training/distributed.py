@@ -1,0 +1,117 @@
+"""Ranks: one process or many behind the same few calls, so that the loop never asks which.
+
+Losses are numerators and denominators that are summed over all ranks and divided once, so any number of ranks
+gives the update of one rank that saw all rows (up to the order of additions).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from angelspec.core.errors import MissingRequirement
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the trainers. The default is a process that is alone."""
+
+    rank: int = 0
+    world_size: int = 1
+    mesh: DeviceMesh | None = field(default=None, compare=False)
+    """One-dimensional mesh of all ranks, named ``data``; None alone."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes files and talks to the user."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum a tensor over all ranks, in place, and return it."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        if self.world_size == 1:
+            return flag
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        return bool(self.sum(torch.tensor(int(flag), device=device)))
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up replicated gradients over the ranks, as one flat buffer. Sharded ones are summed by FSDP."""
+        if self.world_size == 1:
+            return
+        whole = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
+        for parameter in whole:
+            if parameter.grad is None:  # a rank without any supervised token still takes part
+                parameter.grad = torch.zeros_like(parameter)
+        flat = torch.cat([p.grad.reshape(-1) for p in whole]) if whole else None
+        if flat is None:
+            return
+        dist.all_reduce(flat)
+        for parameter, part in zip(whole, flat.split([p.numel() for p in whole]), strict=True):
+            parameter.grad.copy_(part.view_as(parameter))
+
+
+def connect(device: str = "cpu") -> Ranks:
+    """Join the ranks that a launcher (torchrun) announced in the environment; alone without one.
+
+    Raises:
+        MissingRequirement: the environment announces ranks but torch has no distributed backend.
+    """
+    if not dist.is_available():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise MissingRequirement(
+                "WORLD_SIZE is above 1 but this torch was built without torch.distributed",
+                mend="install a torch build with distributed support, or start one process",
+            )
+        return Ranks()
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+            return Ranks()
+        if device.startswith("cuda"):
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    mesh = init_device_mesh(device.split(":")[0], (dist.get_world_size(),), mesh_dim_names=("data",))
+    return Ranks(dist.get_rank(), dist.get_world_size(), mesh)
+
+
+def shard(model: nn.Module, ranks: Ranks, *, compute_dtype: torch.dtype) -> None:
+    """Shard a model's parameters over the ranks with FSDP2, each layer a unit, gradients summed in float32.
+
+    Sums, not means: the loop divides once, by the denominators of all ranks.
+    """
+    if ranks.mesh is None:
+        return
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
+    )
+    layers = getattr(model, "layers", ())
+    for layer in layers:
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=policy)
+    fully_shard(model, mesh=ranks.mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+
+
+def equalise(model: nn.Module, ranks: Ranks) -> None:
+    """Give every rank the first rank's parameters and buffers."""
+    if ranks.world_size > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), 0)
