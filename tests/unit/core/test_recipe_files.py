@@ -1,0 +1,143 @@
+"""A recipe's errors name the key and what is allowed, before any model is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from angelspec.core.errors import RecipeError
+from angelspec.core.recipe_files import apply_override, check_recipe, load_recipe, merge, unused_token_ids
+
+NAME = "smollm2-dfly-nothink"
+
+
+def refusal(*overrides: str, name: str = NAME) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(name, overrides=overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "allowed"),
+    [
+        ("training.optimizer.learning_rte=1", "training.optimizer.learning_rte", "did you mean 'learning_rate'"),
+        ("drafter.mask_token_id=49152", "drafter.mask_token_id", "0..49151"),
+        ("drafter.mask_token_id=-1", "drafter.mask_token_id", "0..49151"),
+        ("drafter.mask_token_id=2", "drafter.mask_token_id", "occurs in the data; allowed: 3..16"),
+        ("drafter.layer_ids=[1,9,40]", "drafter.layer_ids", "0..29"),
+        ("drafter.layer_ids=[9,1]", "drafter.layer_ids", "not sorted"),
+        ("drafter.layer_ids=[1,1,9]", "drafter.layer_ids", "twice"),
+        ("drafter.block_size=1", "drafter.block_size", "2 or more"),
+        ("drafter.block_size=0", "drafter.block_size", "2 or more"),
+        ("drafter.hidden_size=512", "drafter.hidden_size", "576"),
+        ("mode=low-think", "mode", "'no-think' or 'high-think'"),
+        ("target.name=smollm3", "target.name", "smollm2-135m-instruct"),
+        ("target.mode_family=qwen4", "mode family 'qwen4'", "did you mean 'qwen3'"),
+        ("training.stages.0.objective={}", "training.stages.0.objective", "no loss term is positive"),
+        ("rollout.samples_per_prompt=2", "rollout", "temperature 0"),
+        ("training.rows_per_step=3", "training", "multiple"),
+        ("format_version=x", "format_version", "integer"),
+    ],
+)
+def test_refuses_by_key_and_allowed_values(override, key, allowed):
+    message = refusal(override)
+    assert key in message
+    assert allowed in message
+
+
+def test_a_mode_the_target_has_not():
+    message = refusal("target.mode_family=plain", "mode=high-think")
+    assert "mode:" in message
+    assert "allowed: no-think" in message
+
+
+def test_all_problems_are_named_at_once():
+    message = refusal("drafter.block_sise=4", "rollout.temprature=1")
+    assert "block_size" in message
+    assert "temperature" in message
+
+
+def test_check_recipe_gives_the_text_instead_of_raising():
+    assert check_recipe(NAME) == []
+    assert "unknown recipe" in check_recipe("smollm2-dfly-nothnk")[0]
+    assert "smollm2-dfly-nothink" in check_recipe("smollm2-dfly-nothnk")[0]
+
+
+def test_precedence_is_base_file_preset_override(tmp_path):
+    (tmp_path / "low.yaml").write_text(
+        "base: smollm2-dfly-nothink\nname: low\nrollout: {max_new_tokens: 11, batch_size: 3}\n"
+        "presets: {small: {rollout: {max_new_tokens: 5}}}\n"
+    )
+    file = str(tmp_path / "low.yaml")
+    assert load_recipe(file).rollout.max_new_tokens == 11
+    assert load_recipe(file, preset="small").rollout.max_new_tokens == 5
+    assert load_recipe(file, preset="small").rollout.batch_size == 3
+    assert load_recipe(file, preset="small", overrides=["rollout.max_new_tokens=2"]).rollout.max_new_tokens == 2
+
+
+def test_bases_in_a_circle_are_named(tmp_path):
+    (tmp_path / "a.yaml").write_text("base: b\n")
+    (tmp_path / "b.yaml").write_text("base: a\n")
+    with pytest.raises(RecipeError, match="circle: a -> b -> a"):
+        load_recipe(str(tmp_path / "a.yaml"))
+
+
+def test_override_reaches_list_items_by_name_and_index():
+    document = {"training": {"stages": [{"name": "one", "steps": 1}, {"name": "two", "steps": 2}]}}
+    changed = apply_override(document, "training.stages.two.steps=7")
+    assert changed["training"]["stages"][1]["steps"] == 7
+    assert document["training"]["stages"][1]["steps"] == 2
+    assert apply_override(document, "training.stages.0.steps=7")["training"]["stages"][0]["steps"] == 7
+    with pytest.raises(RecipeError, match="no item 'three'"):
+        apply_override(document, "training.stages.three.steps=7")
+    with pytest.raises(RecipeError, match="not of the form"):
+        apply_override(document, "training.stages")
+
+
+def test_merge_replaces_lists_and_merges_mappings():
+    assert merge({"a": {"x": 1, "y": [1]}}, {"a": {"y": [2]}}) == {"a": {"x": 1, "y": [2]}}
+
+
+def test_resolved_recipe_round_trips_as_yaml(tmp_path):
+    import yaml
+
+    resolved = load_recipe(NAME)
+    path = tmp_path / "resolved.yaml"
+    path.write_text(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False))
+    assert load_recipe(str(path)) == resolved
+
+
+def _folder(tmp_path, **config):
+    base = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 12, "eos_token_id": 9, "rope_theta": 5e5,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({**base, **config}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps(
+            {
+                "model": {"vocab": {chr(97 + i): i for i in range(8)}},
+                "added_tokens": [{"id": 9, "special": True}, {"id": 10, "special": True}],
+            }
+        )
+    )
+    return tmp_path
+
+
+def test_a_folder_target_gives_geometry_and_unused_ids(tmp_path):
+    folder = _folder(tmp_path)
+    assert unused_token_ids(folder, 12) == (8, 11, 10)
+    recipe = load_recipe(
+        NAME, overrides=["target.name=null", f"target.source=folder:{folder}", "target.mode_family=smollm2"]
+    )
+    assert recipe.target.geometry.rope.theta == 5e5
+    assert recipe.drafter.mask_token_id == 8
+    message = refusal(
+        "target.name=null", f"target.source=folder:{folder}", "target.mode_family=smollm2", "drafter.mask_token_id=3"
+    )
+    assert "occurs in the data; allowed: 8, 10..11" in message
+
+
+def test_a_folder_without_config_is_named(tmp_path):
+    assert "config.json" in refusal("target.name=null", f"target.source=folder:{tmp_path}")
