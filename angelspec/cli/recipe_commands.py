@@ -101,3 +101,11 @@ def run_command(
     from angelspec.pipeline.recipe_run import run_recipe
 
     run_recipe(resolved, output=folder, store=store, quiet=quiet)
+
+
+@recipe.command("reference")
+def reference_command() -> None:
+    """Print the reference of all recipe keys (recipes/README.md)."""
+    from angelspec.core.recipe_reference import recipe_reference
+
+    click.echo(recipe_reference(), nl=False)

@@ -47,3 +47,10 @@ def test_embedded_drafters_are_the_promised_shape():
             config = load_recipe(name).drafter_config()
             assert (config.num_layers, len(config.target_layer_ids), config.block_size) == (2, 3, 8)
             assert not load_recipe(name).export.include_embedding
+
+
+def test_the_reference_is_up_to_date():
+    from angelspec.core.recipe_reference import recipe_reference
+
+    written = (resource_folder("recipes") / "README.md").read_text(encoding="utf-8")
+    assert written == recipe_reference(), "run: angelspec recipe reference > recipes/README.md"

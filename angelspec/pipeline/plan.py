@@ -1,0 +1,38 @@
+"""``angelspec recipe run --plan``: the resolved recipe and what every stage will do, touching no model."""
+
+from __future__ import annotations
+
+import yaml
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+
+from angelspec.core.recipe import Recipe
+from angelspec.pipeline.stages import stages_of
+
+
+def size(amount: int | None) -> str:
+    """Bytes for a person."""
+    if amount is None:
+        return ""
+    value = float(amount)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            return f"{value:.0f} {unit}" if unit in ("B", "kB") else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError
+
+
+def print_plan(recipe: Recipe) -> None:
+    """Print the plan."""
+    console = Console()
+    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+    table = Table("stage", "what it will do", "tokens", "disk", "memory", title=f"plan of {recipe.name}", title_justify="left")
+    for number, stage in enumerate(stages_of(recipe), start=1):
+        estimate = stage.estimate(recipe)
+        does = estimate.does + (f" [dim]({estimate.note})[/dim]" if estimate.note else "")
+        tokens = "" if estimate.tokens is None else f"{estimate.tokens:,}"
+        table.add_row(f"{number} {stage.name}", does, tokens, size(estimate.disk_bytes), size(estimate.memory_bytes))
+    console.print(table)
+    console.print("[dim]Estimates assume answers of 60 % of the longest allowed and prompts of 100 tokens.[/dim]")
