@@ -1,0 +1,31 @@
+"""Losses: per-token references, position weights, the memory-frugal head path, and their composition."""
+
+from angelspec.objectives.channels import Channel, HeadLoss, LowRank, Support, Teacher, TokenStatistics
+from angelspec.objectives.compose import block_loss_terms
+from angelspec.objectives.end_to_end import end_to_end_tv, surrogate_weights
+from angelspec.objectives.head_loss import head_loss
+from angelspec.objectives.head_loss_reference import reference_head_loss
+from angelspec.objectives.terms import LossTerms, Ratio, SlotCounts, sum_counts, sum_losses, total_loss
+from angelspec.objectives.workspace import Budget, Workspace
+
+__all__ = [
+    "Budget",
+    "Channel",
+    "HeadLoss",
+    "LossTerms",
+    "LowRank",
+    "Ratio",
+    "SlotCounts",
+    "Support",
+    "Teacher",
+    "TokenStatistics",
+    "Workspace",
+    "block_loss_terms",
+    "end_to_end_tv",
+    "head_loss",
+    "reference_head_loss",
+    "sum_counts",
+    "sum_losses",
+    "surrogate_weights",
+    "total_loss",
+]
