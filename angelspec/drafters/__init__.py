@@ -1,0 +1,1 @@
+"""Drafters: one readable file per family, their heads, and the translation of every checkpoint dialect."""

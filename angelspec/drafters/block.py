@@ -1,0 +1,214 @@
+"""The block drafter: DFlash, DFlare, DSpark and DFly are one backbone with a context variant and a head variant.
+
+A block holds block_size slots. Slot 0 is the anchor, the last committed token; slots 1.. hold the mask token and predict the
+tokens that follow. A block attends to the target's features strictly before its anchor and to all of itself.
+
+Shapes: R packed rows (last in ``markov_AKR``: the Markov rank), T tokens, A anchors, B batch rows, Q block slots, K = Q - 1
+proposals (slots 1..), F tapped features, D hidden, V vocabulary, H query heads, G key-value heads, C head channels, E
+rotated pairs. ``...`` stands for any leading axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from angelspec.core.drafter_config import BlockDrafterConfig
+from angelspec.core.errors import CheckpointError
+from angelspec.drafters.context import distance_prior, mix_taps
+from angelspec.drafters.heads import ConfidenceHead, HiddenCorrection, MarkovHead
+from angelspec.drafters.layers import Attend, BlockLayer, RMSNorm, Rotation, linear
+from angelspec.ops.anchors import Anchors
+from angelspec.ops.block_attention import block_attention, plan_attention
+from angelspec.ops.rope import inverse_frequencies, rotation
+
+INITIAL_STD = 0.02
+"""Standard deviation of fresh matrices."""
+
+
+@dataclass(frozen=True)
+class BlockStates:
+    """What the drafter says of every proposal of every block, teacher-forced."""
+
+    hidden_AKD: Tensor
+    """Final-normed backbone outputs of slots 1.., before any head."""
+    corrected_AKD: Tensor
+    """The states that the target's vocabulary head turns into logits: corrected with head 'correction', else the same
+    tensor as ``hidden_AKD``."""
+    markov_AKR: Tensor | None
+    """With head 'markov': rank features of the token before each slot; logits gain ``features @ markov_w2.T``."""
+    confidence_AK: Tensor | None
+    """With a confidence head: its logits."""
+
+
+class BlockDrafter(nn.Module):
+    """A block-parallel drafter without embedding and vocabulary head: the target's are passed in, frozen.
+
+    Args:
+        config: shape and variants.
+        matmul_dtype: precision of the matrix products of projections and MLPs; parameters, norms, softmaxes and the
+            residual stream keep the parameters' dtype. None: the parameters' dtype everywhere. May be set later.
+
+    Raises:
+        CheckpointError: the configuration lets the anchor slot predict (another slot convention).
+    """
+
+    def __init__(self, config: BlockDrafterConfig, *, matmul_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        if config.sample_from_anchor:
+            raise CheckpointError(
+                "sample_from_anchor is true: the anchor slot predicts, which angelspec's drafters don't do",
+                mend="use a checkpoint whose slot 0 is input only (sample_from_anchor false)",
+            )
+        self.config = config
+        self.matmul_dtype = matmul_dtype
+        if config.context != "fusion":
+            features = len(config.target_layer_ids) * config.target_hidden_size
+            self.context_proj = nn.Linear(features, config.hidden_size, bias=False)
+        if config.context != "projection":
+            self.layer_fusion_weights = nn.Parameter(torch.empty(config.num_layers, len(config.target_layer_ids)))
+        self.context_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(config, index=index) for index in range(config.num_layers))
+        self.final_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.head == "correction":
+            self.hidden_correction = HiddenCorrection(
+                config.hidden_size, config.correction_intermediate_size, eps=config.rms_norm_eps
+            )
+        if config.head == "markov":
+            self.markov_head = MarkovHead(config.vocab_size, config.markov_rank)
+        if config.confidence_head:
+            self.confidence_head = ConfidenceHead(config.hidden_size + (config.markov_rank or 0))
+        frequencies_E, self.rope_factor = inverse_frequencies(
+            config.rope, head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings
+        )
+        self.register_buffer("rope_frequencies", frequencies_E, persistent=False)
+
+    @torch.no_grad()
+    def initialise(self, *, seed: int) -> BlockDrafter:
+        """Fresh weights, the same for a seed on every device: matrices normal, norms one, fusion at the distance prior,
+        and heads at the identity (a zero correction, a zero Markov bias, a confidence of one half)."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name == "layer_fusion_weights":
+                value = distance_prior(*parameter.shape)
+            elif name.endswith("norm.weight"):
+                value = torch.ones(parameter.shape)
+            elif name in ("hidden_correction.down_proj.weight", "markov_head.markov_w2.weight") or name.startswith(
+                "confidence_head."
+            ):
+                value = torch.zeros(parameter.shape)
+            else:
+                value = torch.randn(parameter.shape, generator=generator) * INITIAL_STD
+            parameter.copy_(value)
+        return self
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable numbers."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """Cosine and sine [..., 1, E] of integer positions [...], ready for [..., heads, C]."""
+        cos, sin = rotation(positions, self.rope_frequencies, factor=self.rope_factor)
+        dtype = self.context_norm.weight.dtype
+        return cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)
+
+    def contexts(self, taps: Tensor) -> Iterator[Tensor]:
+        """Each layer's context [..., D] from the target's features [..., F]; features get no gradient."""
+        taps = taps.detach().to(self.context_norm.weight.dtype)
+        kind, num_layers = self.config.context, self.config.num_layers
+        projected = None if kind == "fusion" else linear(taps, self.context_proj.weight, self.matmul_dtype)
+        if kind == "projection":
+            context = self.context_norm(projected)
+            for _ in range(num_layers):
+                yield context
+            return
+        for mixed in mix_taps(taps, self.layer_fusion_weights):
+            yield self.context_norm(mixed if projected is None else projected + mixed)
+
+    def context_keys_values(self, taps: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each layer's rotated keys and values [..., G, C] of features [..., F] at positions [...]."""
+        turned = self.rotation(positions)
+        for layer, context in zip(self.layers, self.contexts(taps), strict=True):
+            yield layer.self_attn.context_keys_values(context, turned, self.matmul_dtype)
+
+    def backbone(
+        self, anchor_embedding_AD: Tensor, mask_embedding_D: Tensor, position_A: Tensor, attend: Attend
+    ) -> Tensor:
+        """Run whole blocks through all layers; training and drafting differ in ``attend`` alone.
+
+        Args:
+            anchor_embedding_AD: embeddings of the anchors.
+            mask_embedding_D: embedding of the mask token.
+            position_A: the anchors' positions.
+            attend: see ``layers.Attend``.
+
+        Returns:
+            final-normed states [A, K, D] of slots 1...
+        """
+        slot_Q = torch.arange(self.config.block_size, device=position_A.device)
+        turned = self.rotation(position_A[:, None] + slot_Q)
+        states = torch.cat([anchor_embedding_AD, mask_embedding_D[None]]).detach()
+        states = states.to(self.context_norm.weight.dtype)
+        for layer in self.layers:
+            states = layer(states, turned, attend, self.matmul_dtype)
+        return self.final_norm(states)
+
+    def forward(
+        self,
+        taps_RTF: Tensor,
+        *,
+        document_RT: Tensor,
+        position_RT: Tensor,
+        tokens_RT: Tensor,
+        anchors: Anchors,
+        embedding_VD: Tensor,
+    ) -> BlockStates:
+        """Teacher-forced training pass over all blocks of a micro-batch.
+
+        Args:
+            taps_RTF: target features; no gradient flows into them.
+            document_RT: document ids, -1 for padding; one id is one contiguous run.
+            position_RT: positions within the document.
+            tokens_RT: token ids.
+            anchors: where blocks start; each block lies inside its document.
+            embedding_VD: the target's frozen embedding.
+        """
+        plan = plan_attention(document_RT, anchors)
+        context = list(self.context_keys_values(taps_RTF, position_RT))
+
+        def attend(layer: int, query_AQHC: Tensor, key_AQGC: Tensor, value_AQGC: Tensor) -> Tensor:
+            context_key_RTGC, context_value_RTGC = context[layer]
+            return block_attention(
+                query_AQHC,
+                context_key_RTGC=context_key_RTGC,
+                context_value_RTGC=context_value_RTGC,
+                block_key_AKGC=key_AQGC,
+                block_value_AKGC=value_AQGC,
+                plan=plan,
+            )
+
+        slot_K = torch.arange(self.config.block_size - 1, device=tokens_RT.device)
+        previous_AK = tokens_RT[anchors.row_A[:, None], anchors.position_A[:, None] + slot_K].long()
+        hidden_AKD = self.backbone(
+            embedding_VD[previous_AK[:, 0]],
+            embedding_VD[self.config.mask_token_id],
+            position_A=position_RT[anchors.row_A, anchors.position_A],
+            attend=attend,
+        )
+        return self.apply_heads(hidden_AKD, previous_AK, embedding_VD)
+
+    def apply_heads(self, hidden: Tensor, previous_tokens: Tensor, embedding_VD: Tensor) -> BlockStates:
+        """Correct states [..., D] by the tokens [...] before each slot: teacher-forced ones, or those drafted."""
+        corrected, features, confidence = hidden, None, None
+        if self.config.head == "correction":
+            embedded = embedding_VD[previous_tokens].detach()
+            corrected = self.hidden_correction(hidden, embedded, self.matmul_dtype)
+        elif self.config.head == "markov":
+            features = self.markov_head.features(previous_tokens)
+        if self.config.confidence_head:
+            confidence = self.confidence_head(corrected, features)
+        return BlockStates(hidden, corrected, features, confidence)

@@ -1,0 +1,1 @@
+"""Tensor functions: attention, rope, masks, anchors, packing, verification. No modules, no files."""

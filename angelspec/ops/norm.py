@@ -1,0 +1,56 @@
+"""Root-mean-square normalisation in the form of Hugging Face's Llama and Qwen.
+
+Shapes: N flattened positions, D channels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def rms_norm_reference(states: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
+    """Normalise the last axis: float32 statistics, cast back to the input's dtype, then times the weight."""
+    wide = states.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight_D * normed.to(states.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The reference in fewer passes over memory; keeps the input and one number per position."""
+
+    @staticmethod
+    def forward(ctx, states: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        channels = states.shape[-1]
+        scale = torch.linalg.vector_norm(states, dim=-1, keepdim=True).square_().div_(channels).add_(eps).rsqrt_()
+        ctx.save_for_backward(states, weight_D, scale)
+        return (states * scale).mul_(weight_D)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        states, weight_D, scale = ctx.saved_tensors
+        normed = states * scale
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.mul(grad, normed).reshape(-1, weight_D.shape[0]).sum(0)
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, None
+        grad_states = grad * weight_D
+        inner = (grad_states * normed).mean(-1, keepdim=True)
+        grad_states.sub_(normed.mul_(inner)).mul_(scale)
+        return grad_states, grad_weight, None
+
+
+def rms_norm(states: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
+    """:func:`rms_norm_reference`, fused where states and weight are float32.
+
+    Args:
+        states: [..., D].
+        weight_D: [D].
+        eps: added to the mean square.
+    """
+    if states.dtype == weight_D.dtype == torch.float32:
+        return _RMSNorm.apply(states, weight_D, eps)
+    return rms_norm_reference(states, weight_D, eps=eps)

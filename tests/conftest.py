@@ -1,0 +1,7 @@
+"""Shared by all tests. Lying here, it also lets them import the builders beside it (``from drafter_builders import ...``)."""
+
+from __future__ import annotations
+
+import torch
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
