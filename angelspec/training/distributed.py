@@ -7,7 +7,8 @@ gives the update of one rank that saw all rows (up to the order of additions).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -91,23 +92,31 @@ def connect(device: str = "cpu") -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), mesh)
 
 
-def shard(model: nn.Module, ranks: Ranks, *, compute_dtype: torch.dtype) -> None:
-    """Shard a model's parameters over the ranks with FSDP2, each layer a unit, gradients summed in float32.
+def shard(model: nn.Module, ranks: Ranks) -> None:
+    """Shard a model's parameters, gradients and optimiser state over the ranks with FSDP2, as one unit.
 
-    Sums, not means: the loop divides once, by the denominators of all ranks.
+    One unit, because a drafter's context keys and values of all layers are made before its first layer runs, outside
+    the layers' own forward. Gradients are summed in float32, not averaged: the loop divides once, by the denominators
+    of all ranks.
     """
     if ranks.mesh is None:
         return
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
-    )
-    layers = getattr(model, "layers", ())
-    for layer in layers:
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=policy)
-    fully_shard(model, mesh=ranks.mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+    fully_shard(model, mesh=ranks.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    assert isinstance(model, FSDPModule)
+    model.set_gradient_divide_factor(1.0)
+
+
+@contextmanager
+def whole_parameters(model: nn.Module) -> Iterator[None]:
+    """Inside, a sharded model's parameters are whole, for calls other than its forward."""
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.unshard()
+    try:
+        yield
+    finally:
+        model.reshard()
 
 
 def equalise(model: nn.Module, ranks: Ranks) -> None:

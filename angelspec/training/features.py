@@ -57,8 +57,8 @@ class Features:
     finite_R: Tensor
     """bool; a row with a non-finite feature is refused: its features are zero and it must not be trained on."""
 
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> Features:
-        """The same features on another device, in another precision."""
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Features:
+        """The same features on another device, in another precision if one is given."""
         return Features(self.taps_RTF.to(device, dtype), self.hidden_RTD.to(device, dtype), self.finite_R.to(device))
 
 

@@ -1,0 +1,200 @@
+"""One optimiser update from any number of micro-batches and ranks: sums first, one division, then the step.
+
+Every loss term is a numerator and a denominator. The update is that of ``sum over terms of (all numerators) / (all
+denominators)`` over all micro-batches of all ranks. With one distinct denominator the micro-batches' numerators are
+differentiated as they come and the gradient is divided once at the end; with several the denominators are needed
+first, and with several micro-batches they come from a forward pass without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from angelspec.objectives.terms import Ratio, SlotCounts, sum_counts
+from angelspec.training.distributed import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTerms:
+    """What one micro-batch contributes: the same for every drafter family."""
+
+    losses: Mapping[str, Ratio]
+    """Named, undivided loss terms; terms with the same denominator hold the same tensor object."""
+    counts: SlotCounts
+    num_positions: int
+    """Supervised positions in the loss."""
+    num_refused_rows: int = 0
+    """Rows left out because their features are not finite."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Where the time went (target, backbone, head); empty where a clock would need a synchronisation."""
+
+
+TermsOf = Callable[[Sequence[int]], StepTerms]
+"""Rows of one micro-batch to its terms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """The summed result of all micro-batches and ranks; the gradients themselves lie in the parameters."""
+
+    numerators: dict[str, float]
+    denominators: dict[str, float]
+    counts: SlotCounts | None
+    num_positions: int
+    num_refused_rows: int
+    norm: float
+    """Global norm of the gradient, before clipping."""
+    seconds: dict[str, float]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row of the step supervised anything."""
+        return not any(self.denominators.values())
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient may be applied."""
+        return isfinite(self.norm) and all(map(isfinite, self.numerators.values()))
+
+
+def compute_gradients(
+    micro_batches: Sequence[Sequence[int]],
+    terms_of: TermsOf,
+    *,
+    model: nn.Module,
+    ranks: Ranks,
+    clock: Callable[[], float] | None = None,
+) -> Gradients:
+    """Leave the gradient of the whole step in the parameters and return the summed terms.
+
+    Args:
+        micro_batches: row ids; every rank must give the same number of micro-batches.
+        terms_of: forward pass of one micro-batch.
+        clock: measures the backward pass where given.
+    """
+    first = terms_of(micro_batches[0])
+    names = list(first.losses)
+    groups = _denominator_groups(first.losses)
+    scales = dict.fromkeys(names, 1.0)
+    divide_first = len(groups) > 1
+    if divide_first:
+        denominators = {name: first.losses[name].denominator.detach().double() for name in names}
+        if len(micro_batches) > 1:
+            with torch.no_grad():
+                for rows in micro_batches[1:]:
+                    for name, ratio in terms_of(rows).losses.items():
+                        denominators[name] = denominators[name] + ratio.denominator.double()
+        totals = ranks.sum(torch.stack([denominators[name] for name in names])).tolist()
+        scales = {name: 1.0 / total if total else 0.0 for name, total in zip(names, totals, strict=True)}
+
+    parts: list[StepTerms] = []
+    backward_seconds = 0.0
+    for number, rows in enumerate(micro_batches):
+        terms = first if number == 0 else terms_of(rows)
+        first = None
+        started = clock() if clock else 0.0
+        loss = torch.stack([terms.losses[name].numerator * scales[name] for name in names]).sum()
+        loss.backward()
+        backward_seconds += clock() - started if clock else 0.0
+        detached = {name: Ratio(*(value.detach() for value in ratio)) for name, ratio in terms.losses.items()}
+        parts.append(
+            StepTerms(
+                losses=detached,
+                counts=terms.counts,
+                num_positions=terms.num_positions,
+                num_refused_rows=terms.num_refused_rows,
+                seconds=terms.seconds,
+            )
+        )
+        del terms, loss
+
+    numerators, denominators, counts, positions, refused = _reduce(parts, names, ranks)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    ranks.sum_gradients(parameters)
+    total = denominators[names[0]]
+    if not divide_first and total:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(total)
+    seconds: dict[str, float] = {"backward": backward_seconds} if clock else {}
+    for part in parts:
+        for key, value in part.seconds.items():
+            seconds[key] = seconds.get(key, 0.0) + value
+    return Gradients(
+        numerators=numerators,
+        denominators=denominators,
+        counts=counts,
+        num_positions=positions,
+        num_refused_rows=refused,
+        norm=gradient_norm(parameters),
+        seconds=seconds,
+    )
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
+    """Euclidean norm of all gradients together, shards included."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return 0.0
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def clip(parameters: Sequence[nn.Parameter], *, norm: float, limit: float) -> None:
+    """Scale all gradients down so that their norm is at most ``limit``."""
+    if norm > limit:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(limit / norm)
+
+
+def _denominator_groups(losses: Mapping[str, Ratio]) -> list[list[str]]:
+    groups: dict[int, list[str]] = {}
+    for name, ratio in losses.items():
+        groups.setdefault(id(ratio.denominator), []).append(name)
+    return list(groups.values())
+
+
+def _reduce(
+    parts: Sequence[StepTerms], names: Sequence[str], ranks: Ranks
+) -> tuple[dict[str, float], dict[str, float], SlotCounts, int, int]:
+    """Add everything up over micro-batches and ranks through one vector, and so one transfer."""
+    counts = sum_counts([part.counts for part in parts])
+    columns = [counts.valid_K, counts.correct_K, counts.accepted_K, counts.ce_K]
+    if counts.alpha_K is not None:
+        columns.append(counts.alpha_K)
+    device = counts.valid_K.device
+    scalars = [
+        torch.stack([part.losses[name][index].double() for part in parts]).sum().reshape(1)
+        for index in (0, 1)
+        for name in names
+    ]
+    plain = [sum(p.num_positions for p in parts), sum(p.num_refused_rows for p in parts)]
+    vector = torch.cat(
+        [*scalars, torch.tensor(plain, dtype=torch.float64, device=device), *(c.double() for c in columns)]
+    )
+    values = ranks.sum(vector).cpu()
+    n = len(names)
+    numerators = dict(zip(names, values[:n].tolist(), strict=True))
+    denominators = dict(zip(names, values[n : 2 * n].tolist(), strict=True))
+    positions, refused = (int(v) for v in values[2 * n : 2 * n + 2].tolist())
+    slots = values[2 * n + 2 :].reshape(len(columns), -1)
+    return (
+        numerators,
+        denominators,
+        SlotCounts(
+            valid_K=slots[0],
+            correct_K=slots[1],
+            accepted_K=slots[2],
+            ce_K=slots[3],
+            alpha_K=slots[4] if len(columns) > 4 else None,
+        ),
+        positions,
+        refused,
+    )
