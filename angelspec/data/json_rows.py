@@ -1,0 +1,74 @@
+"""JSON lines and JSON arrays as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from angelspec.core.errors import DataError
+from angelspec.data.byte_rows import BYTE_ORDER_MARK, ByteRow, read_array, read_lines
+from angelspec.data.reasons import Reason, RowRefused
+from angelspec.data.source_row import SourceRow, bad_byte, parse_json, raw_text, too_long
+
+
+def json_line_rows(stream: BinaryIO, *, limit: int) -> Iterator[SourceRow]:
+    """One JSON value a line."""
+    for row in read_lines(stream, limit=limit):
+        yield _decode(row, limit=limit)
+
+
+def json_document_rows(path: Path, stream: BinaryIO, *, limit: int) -> Iterator[SourceRow]:
+    """A .json file: one array of rows; JSON lines, as many such files are; or one object, a single row.
+
+    Raises:
+        DataError: one object over several lines that is larger than the limit.
+    """
+    first = b"\n"
+    while first.isspace():
+        first = stream.readline(limit).removeprefix(BYTE_ORDER_MARK)
+    first = first.strip()
+    stream.seek(0)
+    if first.startswith(b"["):
+        rows = read_array(stream, limit=limit)
+    elif first.startswith(b"{") and not first.endswith(b"}"):
+        rows = iter([_one_object(path, stream, limit=limit)])
+    else:
+        rows = read_lines(stream, limit=limit)
+    for row in rows:
+        yield _decode(row, limit=limit)
+
+
+def _one_object(path: Path, stream: BinaryIO, *, limit: int) -> ByteRow:
+    content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise DataError(
+            f"{path} is one JSON object of more than {limit:,} bytes",
+            mend="write its rows as a JSON array or as JSON lines",
+        )
+    body = content.removeprefix(BYTE_ORDER_MARK)
+    return ByteRow(1, len(content) - len(body), body, len(body), False, terminated=False)
+
+
+def _decode(row: ByteRow, *, limit: int) -> SourceRow:
+    try:
+        return SourceRow(row.line, _value(row, limit=limit), None, raw_text(row.data))
+    except RowRefused as refused:
+        return SourceRow(row.line, None, refused, raw_text(row.data))
+
+
+def _value(row: ByteRow, *, limit: int) -> Any:
+    if row.too_long:
+        raise too_long(row.size, limit=limit)
+    try:
+        text = row.data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if not row.terminated and error.reason == "unexpected end of data":
+            raise RowRefused(Reason.TRUNCATED, "the file ends inside a character") from error
+        raise bad_byte(row.data, error, row_offset=row.offset) from error
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        if not row.terminated:
+            raise RowRefused(Reason.TRUNCATED, f"the file ends in the middle of this row ({error})") from error
+        raise RowRefused(Reason.INVALID_JSON, str(error)) from error
