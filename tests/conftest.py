@@ -1,4 +1,4 @@
-"""Shared by all tests. Lying here, it also lets them import the builders beside it (``from drafter_builders import ...``)."""
+"""Shared by all tests. Lying here, it also lets them import the builders beside it (``drafter_builders``)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The block drafter: DFlash, DFlare, DSpark and DFly are one backbone with a context variant and a head variant.
 
-A block holds block_size slots. Slot 0 is the anchor, the last committed token; slots 1.. hold the mask token and predict the
-tokens that follow. A block attends to the target's features strictly before its anchor and to all of itself.
+A block holds block_size slots. Slot 0 is the anchor, the last committed token; slots 1.. hold the mask token and predict
+the tokens that follow. A block attends to the target's features strictly before its anchor and to all of itself.
 
-Shapes: R packed rows (last in ``markov_AKR``: the Markov rank), T tokens, A anchors, B batch rows, Q block slots, K = Q - 1
-proposals (slots 1..), F tapped features, D hidden, V vocabulary, H query heads, G key-value heads, C head channels, E
-rotated pairs. ``...`` stands for any leading axes.
+Shapes: R packed rows (last in ``markov_AKR``: the Markov rank), T tokens, A anchors, B batch rows, Q block slots, K = Q
+- 1 proposals (slots 1..), F tapped features, D hidden, V vocabulary, H query heads, G key-value heads, C head channels,
+E rotated pairs. ``...`` stands for any leading axes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from angelspec.core.drafter_config import BlockDrafterConfig
 from angelspec.core.errors import CheckpointError
 from angelspec.drafters.context import distance_prior, mix_taps
+from angelspec.drafters.drafting import ContextCache, Drafts, exact_scores, shortlist_scores
 from angelspec.drafters.heads import ConfidenceHead, HiddenCorrection, MarkovHead
 from angelspec.drafters.layers import Attend, BlockLayer, RMSNorm, Rotation, linear
 from angelspec.ops.anchors import Anchors
@@ -212,3 +213,140 @@ class BlockDrafter(nn.Module):
         if self.config.confidence_head:
             confidence = self.confidence_head(corrected, features)
         return BlockStates(hidden, corrected, features, confidence)
+
+    def context_cache(self, rows: int, *, capacity: int) -> ContextCache:
+        """An empty cache for that many rows of up to ``capacity`` committed tokens."""
+        weight = self.context_norm.weight
+        return ContextCache(self.config, rows=rows, capacity=capacity, dtype=weight.dtype, device=weight.device)
+
+    @torch.no_grad()
+    def extend_context(
+        self,
+        cache: ContextCache,
+        taps_BTF: Tensor,
+        *,
+        counts_B: Tensor | None = None,
+        positions_BT: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> None:
+        """Add the target's features of newly committed tokens.
+
+        Args:
+            cache: grows by ``counts_B``.
+            taps_BTF: features of each row's next tokens, left-aligned.
+            counts_B: valid tokens per row; None: all T.
+            positions_BT: checked, where given, against the positions that come next in each row.
+            rows: rows of the cache [B]; None: all, in order.
+
+        Raises:
+            ValueError: a position is skipped or repeated, or a row outgrows the capacity.
+        """
+        batch, width = taps_BTF.shape[:2]
+        rows_B = cache.select(rows)
+        counts_B = torch.full_like(rows_B, width) if counts_B is None else counts_B.to(rows_B)
+        offset_T = torch.arange(width, device=rows_B.device)
+        valid_BT = offset_T < counts_B[:, None]
+        next_BT = cache.lengths[rows_B][:, None] + offset_T
+        if positions_BT is not None and not torch.equal(positions_BT[valid_BT], next_BT[valid_BT]):
+            raise ValueError("features must continue each row of the context without a gap or a repetition")
+        lengths = cache.lengths.clone()
+        lengths[rows_B] += counts_B
+        if batch != rows_B.shape[0] or int(lengths.max()) > cache.capacity:
+            raise ValueError(f"context of {int(lengths.max())} tokens, {batch} rows: capacity is {cache.capacity}")
+        index_N = next_BT[valid_BT]
+        layers = self.context_keys_values(taps_BTF[valid_BT], index_N)
+        cache.append(rows_B[:, None].expand_as(valid_BT)[valid_BT], index_N, layers, lengths=lengths)
+
+    @torch.no_grad()
+    def draft_states(
+        self,
+        cache: ContextCache,
+        *,
+        anchor_tokens_B: Tensor,
+        anchor_positions_B: Tensor,
+        embedding_VD: Tensor,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Final-normed states [B, K, D] of slots 1.. of one block per row: the backbone's one pass.
+
+        Raises:
+            ValueError: an anchor is not the token right after its row's context.
+        """
+        if not torch.equal(anchor_positions_B.to(cache.lengths), cache.lengths[cache.select(rows)]):
+            raise ValueError(
+                f"anchors at {anchor_positions_B.tolist()} must follow contexts of "
+                f"{cache.lengths[cache.select(rows)].tolist()} tokens"
+            )
+        return self.backbone(
+            embedding_VD[anchor_tokens_B],
+            embedding_VD[self.config.mask_token_id],
+            position_A=anchor_positions_B,
+            attend=lambda layer, query, key, value: cache.attend(rows, layer, query, key, value),
+        )
+
+    @torch.no_grad()
+    def draft(
+        self,
+        cache: ContextCache,
+        *,
+        anchor_tokens_B: Tensor,
+        anchor_positions_B: Tensor,
+        embedding_VD: Tensor,
+        head_VD: Tensor,
+        rows: Tensor | None = None,
+        shortlist: int | None = None,
+    ) -> Drafts:
+        """Propose K tokens per row: the backbone once, then the heads from left to right, argmax at each slot.
+
+        Args:
+            cache: context of everything before the anchors.
+            anchor_tokens_B: each row's last committed token, whose target features do not exist yet.
+            anchor_positions_B: its position, which is the length of its row's context.
+            embedding_VD: the target's embedding.
+            head_VD: the target's vocabulary head.
+            rows: rows of the cache [B]; None: all, in order.
+            shortlist: with a head, rescore only so many candidates per slot; None: the whole vocabulary (exact).
+        """
+        hidden_BKD = self.draft_states(
+            cache,
+            anchor_tokens_B=anchor_tokens_B,
+            anchor_positions_B=anchor_positions_B,
+            embedding_VD=embedding_VD,
+            rows=rows,
+        )
+        return self.choose(
+            hidden_BKD,
+            anchor_tokens_B=anchor_tokens_B,
+            embedding_VD=embedding_VD,
+            head_VD=head_VD,
+            shortlist=shortlist,
+        )
+
+    @torch.no_grad()
+    def choose(
+        self,
+        hidden_BKD: Tensor,
+        *,
+        anchor_tokens_B: Tensor,
+        embedding_VD: Tensor,
+        head_VD: Tensor,
+        shortlist: int | None = None,
+    ) -> Drafts:
+        """The sequential half of :meth:`draft`: tokens from backbone states, each corrected by the one before."""
+        kind = self.config.head
+        parts = {
+            "corrects": kind == "correction",
+            "markov_bias": self.markov_head.bias if kind == "markov" else None,
+        }
+        if shortlist is None or kind == "none":
+            score = exact_scores(hidden_BKD, head_VD, **parts)
+        else:
+            score = shortlist_scores(hidden_BKD, head_VD, size=shortlist, **parts)
+        previous_B, tokens, confidences = anchor_tokens_B, [], []
+        for slot in range(self.config.block_size - 1):
+            states = self.apply_heads(hidden_BKD[:, slot], previous_B, embedding_VD)
+            previous_B, probability_B = score(slot, states.corrected_AKD, states.markov_AKR)
+            tokens.append(previous_B)
+            confidence = states.confidence_AK
+            confidences.append(probability_B if confidence is None else confidence.float().sigmoid())
+        return Drafts(torch.stack(tokens, dim=1), torch.stack(confidences, dim=1))

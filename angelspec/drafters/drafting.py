@@ -1,0 +1,146 @@
+"""Drafting: the context a drafter keeps per row, and choosing a block's tokens from left to right.
+
+Shapes: B batch rows, W rows of the cache, N new tokens, S cached tokens, Q block slots, K = Q - 1 proposals, V
+vocabulary, M candidates, D hidden, H query heads, G key-value heads, C head channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from angelspec.core.drafter_config import BlockDrafterConfig
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """One block's proposals per row."""
+
+    tokens_BK: Tensor
+    """int64 proposals, the argmax at every slot given the ones before it."""
+    confidence_BK: Tensor
+    """float32 in 0..1: the probability that the drafter gives to the chosen token given the ones before it, or what its
+    confidence head says. Over a shortlist the probability is an estimate: candidates count as corrected, all other
+    tokens as before the correction."""
+
+
+class ContextCache:
+    """Keys and values of every committed token's context, per draft layer and row; it only grows.
+
+    Index in the cache and position in the answer are one: token i of a row lies at index i. Behind the capacity lies
+    room for one block, so that a draft's own keys join the context without a copy.
+    """
+
+    def __init__(
+        self, config: BlockDrafterConfig, *, rows: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (rows, config.num_kv_heads, capacity + config.block_size, config.head_dim)
+        self.capacity = capacity
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        """int64 [W]: committed tokens per row."""
+        self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows held."""
+        return self.lengths.shape[0]
+
+    def select(self, rows: Tensor | None) -> Tensor:
+        """Row indices [B]; None means all rows."""
+        return torch.arange(self.num_rows, device=self.lengths.device) if rows is None else rows
+
+    def append(
+        self, rows_N: Tensor, index_N: Tensor, layers: Iterable[tuple[Tensor, Tensor]], *, lengths: Tensor | None
+    ) -> None:
+        """Write each layer's keys and values [N, G, C]; ``lengths`` [W] are the row lengths afterwards."""
+        for layer, (key_NGC, value_NGC) in enumerate(layers):
+            self._keys[layer][rows_N, :, index_N] = key_NGC.to(self._keys[layer].dtype)
+            self._values[layer][rows_N, :, index_N] = value_NGC.to(self._values[layer].dtype)
+        if lengths is not None:
+            self.lengths = lengths
+
+    def attend(self, rows: Tensor | None, layer: int, query_BQHC: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of one block per row to the row's context and to itself (keys and values [B, Q, G, C])."""
+        batch_B = self.select(rows)
+        keys, values, start_B = self._keys[layer], self._values[layer], self.lengths[batch_B]
+        index_BQ = start_B[:, None] + torch.arange(key.shape[1], device=key.device)
+        keys[batch_B[:, None], :, index_BQ] = key.to(keys.dtype)
+        values[batch_B[:, None], :, index_BQ] = value.to(values.dtype)
+        visible_B = start_B + key.shape[1]
+        span = int(visible_B.max())
+        keys, values = keys[:, :, :span], values[:, :, :span]
+        if rows is not None:
+            keys, values = keys[batch_B], values[batch_B]
+        mask = None
+        if int(visible_B.min()) < span:
+            mask = (torch.arange(span, device=key.device) < visible_B[:, None])[:, None, None]
+        batch, queries, heads, channels = query_BQHC.shape
+        groups = keys.shape[1]
+        # The query heads that share keys become more queries of one head: keys are never repeated.
+        folded = query_BQHC.unflatten(2, (groups, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+        mixed = F.scaled_dot_product_attention(folded.to(keys.dtype), keys, values, attn_mask=mask)
+        mixed = mixed.unflatten(2, (queries, -1)).permute(0, 2, 1, 3, 4)
+        return mixed.reshape(batch, queries, heads, channels).to(query_BQHC.dtype)
+
+    def reset(self, rows: Tensor) -> None:
+        """Empty some rows for other answers."""
+        self.lengths[rows] = 0
+
+    def compact(self, keep: Tensor) -> None:
+        """Keep only these rows (indices [B]), in this order."""
+        self.lengths = self.lengths[keep]
+        self._keys = [keys[keep] for keys in self._keys]
+        self._values = [values[keep] for values in self._values]
+
+
+def vocabulary_logits(states: Tensor, head_VD: Tensor) -> Tensor:
+    """The target's head on drafter states [..., D]: float32 logits [..., V], multiplied in the head's dtype."""
+    return F.linear(states.to(head_VD.dtype), head_VD).float()
+
+
+Score = Callable[[int, Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
+"""(slot, corrected_BD, markov_BR) -> the chosen token [B] and its probability [B]."""
+
+
+def exact_scores(hidden_BKD: Tensor, head_VD: Tensor, *, corrects: bool, markov_bias) -> Score:
+    """Choose over the whole vocabulary.
+
+    A hidden correction changes the state, so it needs the head again at every slot; otherwise one pass serves all.
+    """
+    base_BKV = None if corrects else vocabulary_logits(hidden_BKD, head_VD)
+
+    def score(slot: int, corrected_BD: Tensor, markov_BR: Tensor | None) -> tuple[Tensor, Tensor]:
+        logits_BV = vocabulary_logits(corrected_BD, head_VD) if base_BKV is None else base_BKV[:, slot]
+        if markov_BR is not None:
+            logits_BV = logits_BV + markov_bias(markov_BR, None)
+        best, token_B = logits_BV.max(dim=-1)
+        return token_B, (best - logits_BV.logsumexp(-1)).exp()
+
+    return score
+
+
+def shortlist_scores(hidden_BKD: Tensor, head_VD: Tensor, *, size: int, corrects: bool, markov_bias) -> Score:
+    """Choose among each slot's ``size`` best tokens before correction: one head pass for the whole block."""
+    base_BKV = vocabulary_logits(hidden_BKD, head_VD)
+    top_BKM, candidate_BKM = base_BKV.topk(min(size, base_BKV.shape[-1]), dim=-1)
+    total_BK = base_BKV.logsumexp(-1)
+    # log of the mass outside the shortlist, before correction; -inf where nothing is outside
+    outside_BK = total_BK + torch.log(-torch.expm1((top_BKM.logsumexp(-1) - total_BK).clamp(max=0.0)))
+    rows_BKMD = head_VD[candidate_BKM] if corrects else None
+
+    def score(slot: int, corrected_BD: Tensor, markov_BR: Tensor | None) -> tuple[Tensor, Tensor]:
+        logits_BM = top_BKM[:, slot]
+        if rows_BKMD is not None:
+            logits_BM = (rows_BKMD[:, slot] @ corrected_BD.to(head_VD.dtype)[..., None]).squeeze(-1).float()
+        if markov_BR is not None:
+            logits_BM = logits_BM + markov_bias(markov_BR, candidate_BKM[:, slot])
+        best_B, choice_B = logits_BM.max(dim=-1)
+        token_B = candidate_BKM[:, slot].gather(-1, choice_B[:, None]).squeeze(-1)
+        return token_B, (best_B - torch.logaddexp(logits_BM.logsumexp(-1), outside_BK[:, slot])).exp()
+
+    return score
