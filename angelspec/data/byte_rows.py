@@ -104,7 +104,7 @@ def read_array(stream: BinaryIO, *, limit: int) -> Iterator[ByteRow]:
     """Split the elements of one top-level JSON array, without parsing them.
 
     Only strings and brackets are looked at, so that a bad element does not hide its neighbours. An array that is
-    not closed yields an unterminated last row, and bytes behind it a row of their own.
+    not closed ends with an unterminated row, empty if the last element is whole; bytes behind it are a row too.
     """
     depth, in_string, escaped = 0, False, False
     collector = _Collector(limit)
@@ -167,5 +167,7 @@ def read_array(stream: BinaryIO, *, limit: int) -> Iterator[ByteRow]:
         line += chunk.count(b"\n")
         offset += len(chunk)
     rest = row(terminated=closed)
-    if not closed or rest.data:
+    if rest.data:
         yield rest
+    if not closed and (not rest.data or (depth <= 1 and not in_string)):
+        yield ByteRow(line, offset, b"", 0, False, terminated=False)

@@ -60,6 +60,8 @@ def _decode(row: ByteRow, *, limit: int) -> SourceRow:
 def _value(row: ByteRow, *, limit: int) -> Any:
     if row.too_long:
         raise too_long(row.size, limit=limit)
+    if not row.data and not row.terminated:
+        raise RowRefused(Reason.TRUNCATED, "the file ends before its array does")
     try:
         text = row.data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -91,11 +91,9 @@ def _files(place: str) -> tuple[Path, ...]:
     path = Path(place).expanduser()
     if path.is_dir():
         files = sorted(item for item in path.iterdir() if item.is_file() and _kind(item) in SUFFIXES)
-    elif any(character in place for character in "*?["):
-        files = [path] if path.is_file() else sorted(item for item in Path().glob(place) if item.is_file())
-        if path.is_absolute() and not path.is_file():
-            anchor = Path(path.anchor)
-            files = sorted(item for item in anchor.glob(str(path.relative_to(anchor))) if item.is_file())
+    elif not path.is_file() and any(character in place for character in "*?["):
+        root = Path(path.anchor)  # empty for a relative pattern: where the user is
+        files = sorted(item for item in root.glob(str(path.relative_to(path.anchor))) if item.is_file())
     elif path.is_file():
         files = [path]
     else:
