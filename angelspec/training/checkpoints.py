@@ -62,12 +62,13 @@ class Checkpoints:
 
     Args:
         folder: created at the first save.
-        run_id: names everything the weights depend on; another run's checkpoints are refused.
+        run_id: names everything the weights depend on; another run's checkpoints are refused. None, for reading
+            only: whichever single run the folder holds.
         keep: how many of the newest are kept, besides what ``latest`` and ``best`` name.
         ranks: who writes; one rank writes safetensors, several write DCP.
     """
 
-    def __init__(self, folder: Path, *, run_id: str, keep: int = 2, ranks: Ranks | None = None) -> None:
+    def __init__(self, folder: Path, *, run_id: str | None, keep: int = 2, ranks: Ranks | None = None) -> None:
         self.folder = folder
         self.run_id = run_id
         self.keep = keep
@@ -123,7 +124,7 @@ class Checkpoints:
                 f"{self.folder} holds checkpoints of {len(owners)} runs ({listed})",
                 mend="move those of the other runs away; none is chosen for you",
             )
-        if owners and self.run_id not in owners:
+        if owners and self.run_id is not None and self.run_id not in owners:
             raise CheckpointError(
                 f"{self.folder} belongs to run {next(iter(owners))}, not to this run ({self.run_id}): the recipe, "
                 "the data or the drafter changed",
@@ -177,17 +178,19 @@ class Checkpoints:
         """Copy a checkpoint's tensors into existing ones, all or nothing.
 
         Args:
-            into: parts (model, optimiser, rng) of tensors by name, shaped as they must be. Sharded (DTensor)
-                and whole tensors may be mixed freely with checkpoints of any number of ranks.
+            into: parts (model, optimiser, rng) of tensors by name, shaped as they must be; a part that is left out
+                is not read. Sharded (DTensor) and whole tensors go with checkpoints of any number of ranks. Random
+                states that the checkpoint lacks (of additional ranks) stay as they are.
 
         Raises:
             CheckpointError: tensors are missing, unexpected, misshapen or non-finite, listed by name.
         """
-        wanted = {f"{part}/{name}": t for part in ("model", "optimiser") for name, t in into[part].items()}
+        wanted = {f"{part}/{name}": t for part in into if part != "rng" for name, t in into[part].items()}
         rng = {f"rng/{name}": t for name, t in into.get("rng", {}).items()}
         reader = self._read_sharded if (snapshot.path / _SHARDED).is_dir() else self._read_whole
         shapes, fetch = reader(snapshot.path)
-        complaints = _compare({k: tuple(t.shape) for k, t in wanted.items()}, shapes)
+        found = {k: shape for k, shape in shapes.items() if k.split("/")[0] in into and not k.startswith("rng/")}
+        complaints = _compare({k: tuple(t.shape) for k, t in wanted.items()}, found)
         if complaints:
             raise CheckpointError(
                 f"{snapshot.path} does not fit this drafter: " + "; ".join(complaints),
@@ -216,7 +219,7 @@ class Checkpoints:
 
         def fetch(into: Mapping[str, Tensor]) -> dict[str, Tensor]:
             values = {}
-            for part in _PARTS:
+            for part in {key.split("/")[0] for key in into}:
                 values |= {f"{part}/{k}": v for k, v in load_file(path / f"{part}.safetensors").items()}
             return {key: _like(values[key], into[key]) for key in into}
 
@@ -344,7 +347,6 @@ def _is_finite(value: Tensor) -> bool:
 
 
 def _compare(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
-    found = {k: v for k, v in found.items() if not k.startswith("rng/")}
     missing, unexpected = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     misshapen = [
         f"{k} {list(found[k])} instead of {list(wanted[k])}"

@@ -1,0 +1,91 @@
+"""Tiny rows, targets and drafters for the tests of training."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from angelspec.core.drafter_config import BlockDrafterConfig
+from angelspec.core.objective import Objective
+from angelspec.core.recipe import OptimizerSection, TargetSection, TrainingSection, TrainingStage
+
+CE = Objective(ce=1.0, position_weights="d-pace")
+LK = Objective(lk=1.0, position_weights="d-pace")
+E2E = Objective(end_to_end_tv=1.0)
+
+
+@dataclass
+class Rows:
+    """The part of ``PackedRows`` that training reads."""
+
+    tokens_RT: Tensor
+    loss_mask_RT: Tensor
+    document_RT: Tensor
+    position_RT: Tensor
+
+
+def pattern_rows(num_rows: int, *, row_length: int = 48, seed: int = 0, prompt: int = 4) -> Rows:
+    """Rows of documents that count upwards by a step of their own, modulo 26: predictable from what came before."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = {name: [] for name in ("tokens", "mask", "document", "position")}
+    document = 0
+    for _ in range(num_rows):
+        row = {name: [] for name in columns}
+        while len(row["tokens"]) < row_length - 12:
+            room = row_length - len(row["tokens"])
+            length = min(room, int(torch.randint(14, 30, (1,), generator=generator)))
+            start, step = torch.randint(0, 26, (2,), generator=generator).tolist()
+            row["tokens"] += [97 + (start + step % 3 * i + i) % 26 for i in range(length)]
+            row["mask"] += [i >= prompt for i in range(length)]
+            row["document"] += [document] * length
+            row["position"] += list(range(length))
+            document += 1
+        padding = row_length - len(row["tokens"])
+        for name, filler in (("tokens", 256), ("mask", False), ("document", -1), ("position", 0)):
+            columns[name].append(row[name] + [filler] * padding)
+    return Rows(
+        torch.tensor(columns["tokens"], dtype=torch.int32),
+        torch.tensor(columns["mask"]),
+        torch.tensor(columns["document"], dtype=torch.int32),
+        torch.tensor(columns["position"], dtype=torch.int32),
+    )
+
+
+@functools.cache
+def tiny_target():
+    """The random llama in float32; shared, so never changed by a test."""
+    from angelspec.targets.target import load_target
+
+    return load_target(TargetSection(source="random:llama", mode_family="smollm2"), dtype=torch.float32)
+
+
+def tiny_config(name: str = "dfly", **changes) -> BlockDrafterConfig:
+    """A two-layer drafter of the tiny target."""
+    parts = {
+        "dflash": {"context": "projection", "head": "none"},
+        "dflare": {"context": "fusion", "head": "none"},
+        "dspark": {"context": "projection", "head": "markov", "markov_rank": 8, "confidence_head": True},
+        "dfly": {"context": "hybrid", "head": "correction", "correction_intermediate_size": 64},
+    }[name]
+    geometry = tiny_target().geometry
+    base = {
+        "num_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
+        "vocab_size": geometry.vocab_size, "rms_norm_eps": 1e-5, "max_position_embeddings": 1024,
+        "rope": geometry.rope, "target_hidden_size": 64, "target_num_layers": 6, "target_layer_ids": (1, 2, 3),
+        "block_size": 4, "mask_token_id": 319,
+    }  # fmt: skip
+    return BlockDrafterConfig(**{**base, **parts, **changes})
+
+
+def section(*, objective: Objective = CE, stages=None, **changes) -> TrainingSection:
+    """One short stage in float32 unless told otherwise."""
+    base = {
+        "features": "online", "rows_per_step": 2, "rows_per_micro_batch": 2, "anchors_per_row": 6,
+        "stages": stages or (TrainingStage(name="cold", objective=objective, steps=4),),
+        "matmul_dtype": "float32", "evaluate_every": 100, "held_out_anchors": 32, "save_every": 100, "log_every": 1,
+        "optimizer": OptimizerSection(learning_rate=3e-3),
+    }  # fmt: skip
+    return TrainingSection(**{**base, **changes})
