@@ -1,0 +1,81 @@
+"""What a drafter must do to take part in the draft-verify loop.
+
+Legend: B batch rows, T tokens, F width of the tapped target features, K proposals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """What was drafted for each row of a batch."""
+
+    tokens_BK: Tensor
+    """int64; any value behind a row's length."""
+    confidence_BK: Tensor
+    """Estimated acceptance of each proposal given that those before it were accepted, in [0, 1]."""
+    lengths_B: Tensor
+    """int64: proposals per row, 0 to K."""
+
+
+class Proposer(Protocol):
+    """Drafts continuations of committed tokens, deterministically: equal histories and features, equal proposals.
+
+    The loop keeps ``num_rows`` rows; a row serves one request after another. Its calls are, per row: ``reset``, one
+    ``observe`` of the whole prompt, then alternately ``propose`` and ``observe`` of the tokens that a verify forward
+    committed: the anchor and the accepted proposals, never the bonus token, which is the next anchor and has no
+    target state yet.
+    """
+
+    name: str
+    """Shown in tables."""
+    depth: int
+    """Most proposals per step."""
+    layer_ids: tuple[int, ...]
+    """Target layers whose states ``observe`` needs; empty: none."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Plain data naming all that the proposals depend on besides the target: equal identity, equal results."""
+        ...
+
+    def start(self, num_rows: int, *, capacity: int) -> None:
+        """Forget everything and hold ``num_rows`` empty rows of up to ``capacity`` tokens each."""
+        ...
+
+    def reset(self, rows: Tensor) -> None:
+        """Empty these rows (int64 [B]) for new requests."""
+        ...
+
+    def observe(
+        self, rows: Tensor, *, tokens_BT: Tensor, positions_BT: Tensor, taps_BTF: Tensor, counts_B: Tensor
+    ) -> None:
+        """Take the target's states of newly committed tokens.
+
+        Args:
+            rows: int64 [B], distinct.
+            tokens_BT: int64; behind ``counts_B`` padding.
+            positions_BT: int64, each token's position in its sequence; consecutive, following the last observed one.
+            taps_BTF: target states after ``layer_ids``, concatenated in that order.
+            counts_B: int64, tokens per row.
+        """
+        ...
+
+    def propose(
+        self, rows: Tensor, *, histories: Sequence[Sequence[int]], last_token_B: Tensor, position_B: Tensor
+    ) -> Proposals:
+        """Draft what follows each row's last committed token.
+
+        Args:
+            rows: int64 [B], distinct.
+            histories: per row all committed tokens, prompt and answer, the last one included.
+            last_token_B: int64, the anchors: each row's last committed token, not observed yet.
+            position_B: int64, the anchors' positions.
+        """
+        ...

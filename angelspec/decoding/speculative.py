@@ -1,0 +1,269 @@
+"""The draft-verify loop, batched and readable: propose, cut, verify in one target forward, commit.
+
+Row b has committed tokens c_0 .. c_n, of which the last, the anchor, has no target state yet. A step
+
+1. lets the proposer draft x_1 .. x_K behind the anchor, and D-cut shorten the rows;
+2. runs the target over [c_n, x_1, .., x_K] at positions n .. n + K, on top of the cached states of c_0 .. c_{n-1};
+3. lets the target choose its own token behind each slot, and accepts x_j while it equals that choice;
+4. commits the accepted proposals and the bonus token, rolls the cache back to what was committed, and hands the
+   states of the anchor and of the accepted proposals to the proposer.
+
+Legend: B rows of a forward, T tokens, Q verified slots, K proposals, F width of tapped features, D hidden,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from angelspec.core.costs import CostTable
+from angelspec.decoding.answers import Decoded, DecodeRun, Stopwatch, accept_tokens
+from angelspec.decoding.proposer import Proposals, Proposer
+from angelspec.ops.dcut import Cut, choose_cut, cut, survivals
+from angelspec.ops.sampling import sample_tokens, uniforms
+from angelspec.ops.verification import verify
+
+if TYPE_CHECKING:
+    from angelspec.targets.target import Target, TargetStates
+
+
+class CutPolicy(BaseModel):
+    """How D-cut chooses its keep ratio."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    ratio: float | None = Field(default=None, gt=0, le=1)
+    """A fixed keep ratio; None: the best of the grid by measured costs."""
+    costs: CostTable = CostTable()
+    """Step costs for ``ratio=None``; where it says nothing the fallback ratio holds."""
+
+    def decide(self, proposals: Proposals) -> Cut:
+        """Which proposals of a batch to verify."""
+        survival_BK = survivals(proposals.confidence_BK, lengths_B=proposals.lengths_B)
+        if self.ratio is not None:
+            return cut(survival_BK, ratio=self.ratio)
+        return choose_cut(survival_BK, seconds=self.costs.seconds)
+
+
+@dataclass
+class _Request:
+    """One prompt on its way."""
+
+    index: int
+    row_id: int
+    tokens: list[int]
+    """Prompt and answer so far."""
+    answer: Decoded = field(default_factory=Decoded)
+
+
+def decode(
+    target: Target,
+    proposer: Proposer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    batch_size: int,
+    cut: CutPolicy | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    row_ids: Sequence[int] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> DecodeRun:
+    """Answer prompts by speculative decoding; the answers are those of ``decode_plain``.
+
+    Args:
+        target: the frozen model.
+        proposer: drafts; started anew.
+        prompts: token ids, each of at least one token.
+        max_new_tokens: longest answer.
+        temperature: 0 takes the target's argmax, else its samples are drawn at this temperature.
+        seed: of the random streams; see ``ops.sampling.uniforms``.
+        batch_size: rows decoded together; a finished row is given to the next prompt.
+        cut: shortens each step's proposals; None verifies all.
+        stop_token_ids: tokens that end an answer; None: the target's.
+        row_ids: each prompt's random stream; None: its index.
+        progress: called with the number of finished answers.
+
+    Raises:
+        ValueError: an empty prompt, or nothing to generate.
+    """
+    if not all(prompts):
+        raise ValueError(f"prompt {next(i for i, p in enumerate(prompts) if not p)} is empty")
+    if max_new_tokens < 1 or batch_size < 1:
+        raise ValueError("max_new_tokens and batch_size must be at least 1")
+    if not prompts:
+        return DecodeRun([], Stopwatch(target.device).seconds, 0.0)
+    row_ids = range(len(prompts)) if row_ids is None else row_ids
+    requests = [
+        _Request(index, row_id, list(prompt))
+        for index, (row_id, prompt) in enumerate(zip(row_ids, prompts, strict=True))
+    ]
+    with torch.inference_mode():
+        loop = _Loop(
+            target,
+            proposer,
+            num_rows=min(batch_size, len(prompts)),
+            capacity=max(map(len, prompts)) + max_new_tokens + proposer.depth,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            cut=cut,
+            stop_token_ids=frozenset(target.stop_token_ids if stop_token_ids is None else stop_token_ids),
+        )
+        waiting = deque(requests)
+        while waiting or loop.running:
+            loop.admit(waiting)
+            if loop.running:
+                loop.step()
+            if progress is not None:
+                progress(len(requests) - len(waiting) - len(loop.running))
+    return DecodeRun([request.answer for request in requests], loop.watch.seconds, loop.watch.total())
+
+
+class _Loop:
+    """The rows in flight."""
+
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer,
+        *,
+        num_rows: int,
+        capacity: int,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+        cut: CutPolicy | None,
+        stop_token_ids: frozenset[int],
+    ) -> None:
+        self.watch = Stopwatch(target.device)
+        self.running: dict[int, _Request] = {}
+        self._target, self._proposer, self._cut = target, proposer, cut
+        self._max_new_tokens, self._temperature, self._seed = max_new_tokens, temperature, seed
+        self._stop_token_ids = stop_token_ids
+        self._free = list(range(num_rows))
+        self._cache = target.new_cache(rows=num_rows, capacity=capacity)
+        proposer.start(num_rows, capacity=capacity)
+
+    def admit(self, waiting: deque[_Request]) -> None:
+        """Give free rows to waiting requests: target over their prompts, first token from the last logits."""
+        self._free.sort()
+        arrivals = [(self._free.pop(0), waiting.popleft()) for _ in range(min(len(self._free), len(waiting)))]
+        if not arrivals:
+            return
+        rows = self._tensor([row for row, _ in arrivals])
+        requests = [request for _, request in arrivals]
+        lengths_B = self._tensor([len(request.tokens) for request in requests])
+        tokens_BT = self._padded([request.tokens for request in requests])
+        self._cache.lengths[rows.cpu()] = 0
+        self._proposer.reset(rows)
+        with self.watch.span("prefill"):
+            states = self._forward(rows, tokens_BT)
+            self._cache.commit(lengths_B)
+            last_BD = states.hidden_BTD[torch.arange(len(rows), device=rows.device), lengths_B - 1]
+            logits_BV = self._target.logits(last_BD)
+        with self.watch.span("sample"):
+            uniform_B = self._uniforms(requests, lengths_B.unsqueeze(1)).squeeze(1)
+            first_tokens = sample_tokens(logits_BV, temperature=self._temperature, uniform_N=uniform_B).tolist()
+        self._observe(rows, tokens_BT, torch.zeros_like(lengths_B), states, lengths_B)
+        for (row, request), token in zip(arrivals, first_tokens, strict=True):
+            self.running[row] = request
+            self._commit(row, [token])
+
+    def step(self) -> None:
+        """One draft, one verify forward, one commit, for all running rows."""
+        running = sorted(self.running.items())  # consecutive rows are read from the cache without a copy
+        rows = self._tensor([row for row, _ in running])
+        requests = [request for _, request in running]
+        anchor_B = self._tensor([request.tokens[-1] for request in requests])
+        position_B = self._tensor([len(request.tokens) - 1 for request in requests])
+
+        with self.watch.span("draft"):
+            proposals = self._proposer.propose(
+                rows,
+                histories=[request.tokens for request in requests],
+                last_token_B=anchor_B,
+                position_B=position_B,
+            )
+            kept_B = proposals.lengths_B if self._cut is None else self._cut.decide(proposals).kept_B
+            depth = int(kept_B.max())
+            offered_BK = torch.arange(depth, device=rows.device) < kept_B.unsqueeze(1)
+            # Padding repeats the anchor: any token of the vocabulary would do, nothing reads its outcome.
+            proposals_BK = torch.where(offered_BK, proposals.tokens_BK[:, :depth], anchor_B.unsqueeze(1))
+        with self.watch.span("verify"):
+            tokens_BQ = torch.cat([anchor_B.unsqueeze(1), proposals_BK], dim=1)
+            states = self._forward(rows, tokens_BQ)
+            logits_BQV = self._target.logits(states.hidden_BTD)
+        with self.watch.span("sample"):
+            chosen_positions_BQ = position_B.unsqueeze(1) + 1 + torch.arange(depth + 1, device=rows.device)
+            verdict = verify(
+                logits_BQV,
+                proposals_BK=proposals_BK,
+                lengths_B=kept_B,
+                temperature=self._temperature,
+                uniform_BQ=self._uniforms(requests, chosen_positions_BQ),
+            )
+            accepted, chosen = verdict.accepted_B.tolist(), verdict.chosen_BQ.tolist()
+        counts_B = verdict.accepted_B + 1
+        self._cache.commit(counts_B)
+        self._observe(rows, tokens_BQ, position_B, states, counts_B)
+
+        drafted, kept = proposals.lengths_B.tolist(), kept_B.tolist()
+        for index, (row, request) in enumerate(running):
+            committed, stopped = self._commit(row, chosen[index][: accepted[index] + 1])
+            answer = request.answer
+            answer.accepted.append(min(accepted[index], committed) if stopped else accepted[index])
+            answer.proposed.append(kept[index])
+            answer.drafted.append(drafted[index])
+            answer.committed.append(committed)
+
+    def _commit(self, row: int, tokens: list[int]) -> tuple[int, bool]:
+        """Add tokens to a row's answer; a finished row is freed. Returns (tokens taken, ended by a stop token)."""
+        request = self.running[row]
+        answer = request.answer
+        taken, answer.finish_reason = accept_tokens(
+            tokens, stop_token_ids=self._stop_token_ids, room=self._max_new_tokens - len(answer.tokens)
+        )
+        answer.tokens += taken
+        request.tokens += taken
+        if answer.finish_reason is not None:
+            del self.running[row]
+            self._free.append(row)
+        return len(taken), answer.finish_reason == "stop"
+
+    def _forward(self, rows: Tensor, tokens_BT: Tensor) -> TargetStates:
+        """Target states of new tokens behind each row's cached ones."""
+        self._cache.select(rows)
+        return self._target.forward(tokens_BT, cache=self._cache, layer_ids=self._proposer.layer_ids)
+
+    def _observe(
+        self, rows: Tensor, tokens_BT: Tensor, first_B: Tensor, states: TargetStates, counts_B: Tensor
+    ) -> None:
+        width = int(counts_B.max())
+        with self.watch.span("features"):
+            self._proposer.observe(
+                rows,
+                tokens_BT=tokens_BT[:, :width],
+                positions_BT=first_B.unsqueeze(1) + torch.arange(width, device=rows.device),
+                taps_BTF=states.taps_BTF[:, :width],
+                counts_B=counts_B,
+            )
+
+    def _uniforms(self, requests: Sequence[_Request], positions_BQ: Tensor) -> Tensor:
+        row_ids_B1 = self._tensor([request.row_id for request in requests]).unsqueeze(1)
+        return uniforms(row_ids_B1, positions_BQ, seed=self._seed)
+
+    def _padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        width = max(map(len, sequences))
+        return self._tensor([[*sequence, *[sequence[-1]] * (width - len(sequence))] for sequence in sequences])
+
+    def _tensor(self, values: list) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._target.device)
