@@ -31,7 +31,7 @@ class Answer:
     tokens: tuple[int, ...]
     """Generated ids, the stop token included."""
     finish_reason: str
-    """stop: it ended by itself; length: it was cut; loop: it repeated itself (only where asked to be stopped for it)."""
+    """stop: it ended by itself; length: it was cut; loop: it repeated itself (where asked for)."""
 
 
 def generate(
@@ -78,7 +78,7 @@ def generate(
             raise ValueError(f"prompt {index} is empty")
         if len(prompt) + max_new_tokens > limit:
             raise ValueError(
-                f"prompt {index} has {len(prompt)} tokens; with {max_new_tokens} new ones it exceeds the target's {limit} positions"
+                f"prompt {index} has {len(prompt)} tokens; with {max_new_tokens} new ones it exceeds {limit} positions"
             )
     if not prompts:
         return []

@@ -148,14 +148,16 @@ class SlotCache(Cache):
         self.lengths = lengths
         self._rows = None
 
-    def copy_row(self, source: int, targets: Tensor) -> None:
-        """Let ``targets`` begin with the tokens that row ``source`` holds (a shared prefix)."""
+    def copy_from(self, other: SlotCache, *, row: int, targets: Tensor) -> None:
+        """Let ``targets`` begin with the committed tokens of another cache's row (a shared prefix)."""
         targets = targets.to(dtype=torch.long, device="cpu")
-        length = int(self.lengths[source])
+        length = int(other.lengths[row])
+        if length > self._width:
+            self._reallocate(rows=None, width=-(-length // _CHUNK) * _CHUNK)
         index = targets.to(self.device)
-        for keys, values in zip(self._keys, self._values, strict=True):
-            keys[index, :, :, :length] = keys[source, :, :, :length]
-            values[index, :, :length] = values[source, :, :length]
+        for layer in range(self.geometry.num_layers):
+            self._keys[layer][index, :, :, :length] = other._keys[layer][row, :, :, :length]
+            self._values[layer][index, :, :length] = other._values[layer][row, :, :length]
         self.lengths[targets] = length
 
     def update(

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,10 +225,8 @@ def content_digest(folder: Path, *, extra: Any = None) -> str:
             entry = [status.st_size, status.st_mtime_ns, _content_sha256(path)]
         hashes[path.name] = entry
     if hashes != known:
-        try:
+        with suppress(OSError):  # a read-only cache only costs the time to hash again
             write_json_atomic(memory, hashes)
-        except OSError:  # a read-only cache only costs the time to hash again
-            pass
     return fingerprint({"files": {name: entry[2] for name, entry in hashes.items()}, "extra": extra}, length=64)
 
 

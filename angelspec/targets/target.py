@@ -181,7 +181,7 @@ class Target:
         return TargetStates(torch.cat([sink[layer] for layer in layer_ids], dim=-1), hidden_BTD)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits [..., V] of hidden states [..., D] after the final norm (the product is in the head's dtype)."""
+        """float32 logits [..., V] of normed hidden states [..., D]; the product is in the head's dtype."""
         with torch.no_grad():
             return self.head_logits(hidden).float()
 
@@ -234,8 +234,8 @@ class Target:
             )
             if with_it == without:
                 raise TargetError(
-                    f"the chat template of {self.name} has no thinking switch "
-                    f"({', '.join(self.mode_family.arguments(mode))} changes nothing), so mode '{mode}' cannot be rendered",
+                    f"the chat template of {self.name} has no thinking switch: "
+                    f"{', '.join(self.mode_family.arguments(mode))} changes nothing, mode '{mode}' cannot be rendered",
                     mend="set target.chat_template to a Jinja file with the switch"
                     + (f", such as {TEMPLATE_FOLDER / 'smollm2.jinja'}" if self.mode_family.name == "smollm2" else ""),
                 )
@@ -336,9 +336,7 @@ def verify_target(target: Target, *, layer_ids: Sequence[int]) -> None:
     finally:
         target.model.set_attn_implementation(attention)
     if len(plain.hidden_states) != last + 2:
-        raise TargetError(
-            f"target {target.name} gives {len(plain.hidden_states)} hidden states, not one per layer and the embedding ({last + 2})"
-        )
+        raise TargetError(f"target {target.name} gives {len(plain.hidden_states)} hidden states, not {last + 2}")
 
     cache = target.new_cache(rows=1, capacity=len(tokens))
     half = len(tokens) // 2
@@ -358,7 +356,7 @@ def verify_target(target: Target, *, layer_ids: Sequence[int]) -> None:
         error = _distance(states.hidden_BTD, plain.hidden_states[-1])
         if not error < limit:
             raise TargetError(
-                f"target {target.name}: the last hidden state {way} is not the one after the final norm (off by {error:.2g})"
+                f"target {target.name}: the last hidden state {way} is not the normed one (off by {error:.2g})"
             )
         for layer, tap_BTD in zip(layer_ids, states.taps_BTF.split(target.geometry.hidden_size, -1), strict=True):
             if layer == last:  # transformers puts the normed state here
@@ -385,7 +383,7 @@ def verify_target(target: Target, *, layer_ids: Sequence[int]) -> None:
 
 
 def _distance(ours_BTD: Tensor, theirs_BTD: Tensor) -> float:
-    """Mean over tokens of |difference| / |reference|: per token, because the first one can be a thousand times larger."""
+    """Mean over tokens of |difference| / |reference|: per token, because the first can be a thousand times larger."""
     ours_BTD, theirs_BTD = ours_BTD.float(), theirs_BTD.float()
     return float(((ours_BTD - theirs_BTD).norm(dim=-1) / theirs_BTD.norm(dim=-1).clamp_min(1e-12)).mean())
 
