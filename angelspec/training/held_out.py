@@ -20,6 +20,7 @@ from torch import Tensor
 from angelspec.core.acceptance import AcceptanceCounts
 from angelspec.core.errors import TrainingError
 from angelspec.drafters.block import BlockDrafter
+from angelspec.drafters.drafting import exact_scores
 from angelspec.ops.anchors import Anchors, sample_anchors
 from angelspec.training.distributed import Ranks, whole_parameters
 from angelspec.training.features import FeatureSource
@@ -184,11 +185,12 @@ class HeldOutAcceptance:
 
     def _draft_slot(self, hidden_AD: Tensor, previous_A: Tensor) -> Tensor:
         """Most probable token of one slot, given the token drafted before it."""
+        markov = getattr(self._drafter, "markov_head", None)
         chosen = []
         for hidden, previous in zip(hidden_AD.split(_HEAD_ROWS), previous_A.split(_HEAD_ROWS), strict=True):
+            score = exact_scores(
+                hidden[:, None], self._head_VD, corrects=True, markov_bias=None if markov is None else markov.bias
+            )
             states = self._drafter.apply_heads(hidden, previous, self._embedding_VD)
-            logits_AV = (states.corrected_AKD.to(self._head_VD.dtype) @ self._head_VD.T).float()
-            if states.markov_AKR is not None:
-                logits_AV += self._drafter.markov_head.bias(states.markov_AKR)
-            chosen.append(logits_AV.argmax(-1))
-        return torch.cat(chosen) if chosen else previous_A
+            chosen.append(score(0, states.corrected_AKD, states.markov_AKR)[0])
+        return torch.cat(chosen)
