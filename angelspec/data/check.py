@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from angelspec.core.recipe import DataSection, PromptSource
 from angelspec.core.workloads import Workload
+from angelspec.data.chat import ChatFormat, prompt_rows, rows_of_given
+from angelspec.data.conversation import Conversation
+from angelspec.data.fitting import fit_row
 from angelspec.data.messages import full_role_map
 from angelspec.data.quarantine import write_quarantine
 from angelspec.data.reading import ReadResult, read_content_rows
-from angelspec.data.reasons import EXPLANATIONS
+from angelspec.data.reasons import EXPLANATIONS, Note, Rejection, Remark, RowRefused
+from angelspec.data.rounds import first_round
 from angelspec.data.row_schema import Responses, RowRules
 from angelspec.data.sources import locate
 
 _DEFAULTS = DataSection.model_fields
+
+
+@dataclass(frozen=True)
+class RenderingCheck:
+    """A target and a geometry against which rows are also rendered, masked and cut."""
+
+    chat: ChatFormat
+    max_prompt_tokens: int
+    max_document_tokens: int
+    block_size: int
+
+
+@dataclass
+class TokenCounts:
+    """What rendering gave."""
+
+    rows: int = 0
+    total: int = 0
+    supervised: int = 0
 
 
 def check_files(
@@ -27,6 +51,7 @@ def check_files(
     workload: Workload = "chat",
     prompt_key: str | None = None,
     max_line_bytes: int = _DEFAULTS["max_line_bytes"].default,
+    rendering: RenderingCheck | None = None,
 ) -> dict[str, Any]:
     """Validate files row by row.
 
@@ -39,14 +64,17 @@ def check_files(
         workload: for rows that do not say theirs.
         prompt_key: see ``PromptSource.prompt_key``.
         max_line_bytes: longer rows are refused.
+        rendering: a target to render accepted rows for; None: they are not rendered.
 
     Returns:
         Plain data: ``accepted`` (rows), ``rejected`` (list of line, reason, detail, and file where several were
         given), ``counts`` (by reason), ``notes`` and ``note_counts`` (what was changed in accepted rows),
-        ``reasons`` (what each word means), ``ignored_keys``, ``rows``, and ``error`` if nothing is usable.
+        ``reasons`` (what each word means), ``ignored_keys``, ``rows``, with ``rendering`` also ``tokens`` (rows,
+        total, supervised, supervised_share), and ``error`` if nothing is usable.
 
     Raises:
         DataError: a file cannot be read at all.
+        TargetError: the target's tokenizer has no chat template.
     """
     result = ReadResult()
     for path in paths:
@@ -61,9 +89,60 @@ def check_files(
             default_workload=workload,
         )
         result.extend(read_content_rows(content, rules, max_line_bytes=max_line_bytes))
+    tokens = None if rendering is None else _render(result, rendering)
     if quarantine is not None:
         write_quarantine(quarantine, result.rejected)
-    return report(result, several=len(paths) > 1)
+    value = report(result, several=len(paths) > 1)
+    if tokens is not None:
+        share = tokens.supervised / max(1, tokens.total)
+        counted = {"rows": tokens.rows, "total": tokens.total, "supervised": tokens.supervised}
+        value["tokens"] = {**counted, "supervised_share": share}
+    return value
+
+
+def _render(result: ReadResult, rendering: RenderingCheck) -> TokenCounts:
+    """Move conversations that cannot be rendered or hold no block from the accepted to the rejected."""
+    counts = TokenCounts()
+    kept: list[Conversation] = []
+    for conversation in result.accepted:
+        if conversation.messages[-1].role == "assistant":
+            refused = _render_answers(conversation, rendering, counts, result.notes)
+        else:
+            first = first_round([conversation])[0].conversation
+            prompts = prompt_rows([first], rendering.chat, max_prompt_tokens=rendering.max_prompt_tokens)
+            refused = prompts.rejected
+            counts.rows += len(prompts.prompts)
+            counts.total += sum(len(prompt.tokens) for prompt in prompts.prompts)
+        result.rejected += refused
+        if not refused:
+            kept.append(conversation)
+    result.accepted = kept
+    result.rejected.sort(key=lambda row: (row.file, row.line))
+    return counts
+
+
+def _render_answers(
+    conversation: Conversation, rendering: RenderingCheck, counts: TokenCounts, notes: list[Note]
+) -> list[Rejection]:
+    rendered = rows_of_given([conversation], rendering.chat, max_prompt_tokens=rendering.max_prompt_tokens)
+    notes += rendered.notes
+    place = (conversation.file, conversation.line)
+    refused: list[RowRefused] = []
+    for row in rendered.rows:
+        try:
+            fitted = fit_row(row, max_document_tokens=rendering.max_document_tokens, block_size=rendering.block_size)
+        except RowRefused as error:
+            refused.append(error)
+            continue
+        if len(fitted) < len(row):
+            notes.append(Note(*place, Remark.ANSWER_CUT, f"{len(row)} tokens, cut to {len(fitted)}"))
+        counts.rows += 1
+        counts.total += len(fitted)
+        counts.supervised += fitted.num_supervised
+    if rendered.rejected or len(refused) < len(rendered.rows):
+        notes += [Note(*place, Remark.TURN_DROPPED, f"{error.reason}: {error.detail}") for error in refused]
+        return rendered.rejected
+    return [Rejection(*place, refused[0].reason, refused[0].detail, conversation.id)]
 
 
 def report(result: ReadResult, *, several: bool) -> dict[str, Any]:
