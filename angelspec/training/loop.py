@@ -121,7 +121,9 @@ def train(
         CheckpointError: the folder's checkpoints can't be resumed.
         MissingRequirement: the tracker isn't installed.
     """
-    return _Run(section, model, step, evaluate, folder, run_id, ranks or Ranks(), report).go()
+    with torch.random.fork_rng():
+        torch.manual_seed(section.seed)  # nothing here draws from it; a model of another family may
+        return _Run(section, model, step, evaluate, folder, run_id, ranks or Ranks(), report).go()
 
 
 class _Run:
