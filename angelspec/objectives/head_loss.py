@@ -11,7 +11,7 @@ Positions are walked in chunks whose logits fit a budget. Two strategies for the
 The slow equivalent is ``reference_head_loss``; ``tests/parity/test_head_loss.py`` compares them.
 
 Shapes: N token positions, M distinct teacher rows, V vocabulary, D hidden, R rank, C channels, and inside a chunk
-R rows, T teacher rows.
+R rows, T teacher rows, X = R + T.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _Request:
             support=self.support,
             needs_kl=any(channel.needs_kl for channel in self.channels),
             needs_tv_gradient=wants_gradient and any(channel.needs_tv for channel in self.channels),
-            tile_columns=self.budget.tile_columns,
+            budget=self.budget,
             dtype=compute_dtype(self.head_VD),
             workspace=self.workspace,
         )
@@ -136,22 +136,19 @@ class _Request:
         else:
             order_N = torch.arange(len(hidden_ND), device=hidden_ND.device)
         for positions_R in order_N.split(max(1, chunk_rows)) if len(order_N) else ():
-            teacher_hidden_TD = teacher_row_R = None
+            states_XD, teacher_row_R = hidden_ND[positions_R].to(head.dtype), None
             if self.teacher is not None:
                 index_N = self.teacher.index_N
                 judges_R = positions_R if index_N is None else index_N[positions_R]
                 distinct_T, teacher_row_R = judges_R.unique_consecutive(return_inverse=True)
-                teacher_hidden_TD = self.teacher.hidden_MD[distinct_T].to(head.dtype)
-            yield (
-                positions_R,
-                ChunkInput(
-                    hidden_RD=hidden_ND[positions_R].to(head.dtype),
-                    labels_R=self.labels_N[positions_R],
-                    teacher_hidden_TD=teacher_hidden_TD,
-                    teacher_row_R=teacher_row_R,
-                    low_rank=low_rank and LowRank(low_rank.state_NR[positions_R], low_rank.weight_VR),
-                ),
+                states_XD = torch.cat([states_XD, self.teacher.hidden_MD[distinct_T].to(head.dtype)])
+            chunk = ChunkInput(
+                states_XD=states_XD,
+                labels_R=self.labels_N[positions_R],
+                teacher_row_R=teacher_row_R,
+                low_rank=low_rank and LowRank(low_rank.state_NR[positions_R], low_rank.weight_VR),
             )
+            yield positions_R, chunk
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,12 @@ class Budget:
     """How large the pieces are in which positions and vocabulary are walked."""
 
     buffer_bytes: int
-    """Largest size of one [R,V] buffer of logits; two or three are held at once."""
+    """Largest size of the student's logits of one chunk. The teacher's may need as much again, and every channel but
+    the last a buffer of the same size between them."""
     tile_columns: int
     """Vocabulary columns per elementwise pass, so that its temporaries stay in cache."""
+    product_columns: int
+    """Vocabulary columns per product of states with the head."""
     min_rows: int = 16
     """Rows per chunk even if they exceed buffer_bytes; fewer would make the matrix products memory-bound."""
 
@@ -30,8 +33,8 @@ class Budget:
     def for_device(device: torch.device) -> Budget:
         """Return the measured default: cache-sized pieces on a CPU, large ones on an accelerator."""
         if device.type == "cpu":
-            return Budget(buffer_bytes=48 << 20, tile_columns=8192)
-        return Budget(buffer_bytes=512 << 20, tile_columns=1 << 16)
+            return Budget(buffer_bytes=48 << 20, tile_columns=8192, product_columns=1024)
+        return Budget(buffer_bytes=512 << 20, tile_columns=1 << 16, product_columns=1 << 16)
 
     def rows_per_chunk(self, num_rows: int, *, row_bytes: int) -> int:
         """Return the rows of each of the fewest equal chunks that respect the budget."""

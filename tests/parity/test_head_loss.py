@@ -41,9 +41,9 @@ SUPPORTS = {
     "renormalised": Support(top_k=6, renormalise=True),
 }
 BUDGETS = {
-    "one-piece": Budget(buffer_bytes=1 << 30, tile_columns=4096),
-    "ragged": Budget(buffer_bytes=1, tile_columns=97, min_rows=7),
-    "single-rows": Budget(buffer_bytes=1, tile_columns=V, min_rows=1),
+    "one-piece": Budget(buffer_bytes=1 << 30, tile_columns=4096, product_columns=4096),
+    "ragged": Budget(buffer_bytes=1, tile_columns=97, product_columns=41, min_rows=7),
+    "single-rows": Budget(buffer_bytes=1, tile_columns=V, product_columns=1, min_rows=1),
 }
 
 
@@ -165,14 +165,15 @@ def test_a_teacher_without_an_index_judges_row_by_row() -> None:
 
 def test_shared_teacher_rows_are_projected_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given, rows = inputs(), []
-    original = vocabulary_sweep.VocabularySweep._teacher_rows
+    original = vocabulary_sweep.VocabularySweep._logits
 
-    def counting(self, hidden_TD: torch.Tensor):
-        rows.append(len(hidden_TD))
-        return original(self, hidden_TD)
+    def counting(self, chunk: vocabulary_sweep.ChunkInput) -> torch.Tensor:
+        rows.append(len(chunk.states_XD) - len(chunk.labels_R))
+        return original(self, chunk)
 
-    monkeypatch.setattr(vocabulary_sweep.VocabularySweep, "_teacher_rows", counting)
-    run(head_loss, given, channels={"tv": Channel(tv=1.0)}, budget=Budget(buffer_bytes=1, tile_columns=V, min_rows=20))
+    monkeypatch.setattr(vocabulary_sweep.VocabularySweep, "_logits", counting)
+    budget = Budget(buffer_bytes=1, tile_columns=V, product_columns=V, min_rows=20)
+    run(head_loss, given, channels={"tv": Channel(tv=1.0)}, budget=budget)
     distinct = len(given["teacher"].index_N.unique())
     assert len(rows) == 3
     assert distinct <= sum(rows) <= distinct + len(rows) - 1
