@@ -1,7 +1,7 @@
 """The block drafter: DFlash, DFlare, DSpark and DFly are one backbone with a context variant and a head variant.
 
-A block holds block_size slots. Slot 0 is the anchor, the last committed token; slots 1.. hold the mask token and predict
-the tokens that follow. A block attends to the target's features strictly before its anchor and to all of itself.
+A block holds block_size slots. Slot 0 is the anchor, the last committed token; slots 1.. hold the mask token and
+predict the tokens that follow. A block attends to the target's features strictly before its anchor, and to itself.
 
 Shapes: R packed rows (last in ``markov_AKR``: the Markov rank), T tokens, A anchors, B batch rows, Q block slots, K = Q
 - 1 proposals (slots 1..), F tapped features, D hidden, V vocabulary, H query heads, G key-value heads, C head channels,
@@ -82,10 +82,10 @@ class BlockDrafter(nn.Module):
             self.markov_head = MarkovHead(config.vocab_size, config.markov_rank)
         if config.confidence_head:
             self.confidence_head = ConfidenceHead(config.hidden_size + (config.markov_rank or 0))
-        frequencies_E, self.rope_factor = inverse_frequencies(
+        # no buffer: a module's cast to bfloat16 must not reach the frequencies
+        self._rope_frequencies_E, self._rope_factor = inverse_frequencies(
             config.rope, head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings
         )
-        self.register_buffer("rope_frequencies", frequencies_E, persistent=False)
 
     @torch.no_grad()
     def initialise(self, *, seed: int) -> BlockDrafter:
@@ -113,7 +113,7 @@ class BlockDrafter(nn.Module):
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Cosine and sine [..., 1, E] of integer positions [...], ready for [..., heads, C]."""
-        cos, sin = rotation(positions, self.rope_frequencies, factor=self.rope_factor)
+        cos, sin = rotation(positions, self._rope_frequencies_E.to(positions.device), factor=self._rope_factor)
         dtype = self.context_norm.weight.dtype
         return cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)
 

@@ -57,6 +57,11 @@ def inverse_frequencies(rope: Rope, *, head_dim: int, max_position_embeddings: i
             f"partial_rotary_factor {rope.partial_rotary_factor} rotates {rotated} of {head_dim} channels; "
             "an even number of at least 2 is needed"
         )
+    with torch.device("cpu"):  # also where a module is built on the meta device
+        return _frequencies(rope, rotated, head_dim, max_position_embeddings)
+
+
+def _frequencies(rope: Rope, rotated: int, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:
     if rope.type == "default":
         exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
         return 1.0 / (rope.theta**exponents), 1.0

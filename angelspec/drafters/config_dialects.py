@@ -1,0 +1,329 @@
+"""``config.json`` of a block drafter: every public spelling in, ours and the public ones out.
+
+What the spellings disagree on, and how it is told apart:
+
+* ``num_target_layers`` is the number of taps to AngelSpec and the number of the target's layers to everybody else.
+* ``block_size`` counts slots with the anchor, except under ``Qwen3DSparkModel``, where it counts proposals.
+* ``sample_from_anchor`` says whether the anchor slot predicts. DFlash, DFlare and DFly never do; of DSpark both kinds
+  exist, so there it must be stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from angelspec.core.drafter_config import ALGORITHM_PARTS, BlockDrafterConfig
+from angelspec.core.errors import suggest
+from angelspec.core.geometry import Rope, TargetGeometry, spread_layer_ids
+from angelspec.drafters.key_dialects import Dialect
+from angelspec.drafters.problem import Findings
+
+OWN_SECTION = "angelspec"
+"""Key under which our exports keep the whole configuration in one spelling."""
+_NESTED = "dflash_config"
+_OWN_ARCHITECTURE = "AngelSpecBlockDrafter"
+"""For combinations without a public name."""
+_SERVED_DSPARK = "Qwen3DSparkModel"
+_ARCHITECTURES = {
+    "DFlashDraftModel": "dflash",
+    "DSparkDraftModel": "dspark",
+    _SERVED_DSPARK: "dspark",
+    "Qwen3DFlyModel": "dfly",
+    "Qwen3TreeDSparkDFlareModel": "dfly",
+    _OWN_ARCHITECTURE: None,
+}
+_NATIVE_ARCHITECTURE = {"dflash": "DFlashDraftModel", "dflare": "DFlashDraftModel", "dspark": "DSparkDraftModel",
+                        "dfly": "Qwen3DFlyModel"}  # fmt: skip
+_MODEL_TYPE = {"dflash": "dflash", "dflare": "dflash", "dspark": "dspark", "dfly": "qwen3"}
+
+
+class _Reader:
+    """Looks keys up at the top level and under ``dflash_config``; the two must agree."""
+
+    def __init__(self, config: Mapping[str, Any], findings: Findings) -> None:
+        nested = config.get(_NESTED)
+        self.places = [config, nested if isinstance(nested, Mapping) else {}]
+        self.findings = findings
+
+    def get(self, key: str, default: Any = None) -> Any:
+        stated = [place[key] for place in self.places if place.get(key) is not None]
+        if len(stated) == 2 and stated[0] != stated[1]:
+            self.findings.add(
+                "config-conflict", key, f"{key} is {stated[0]} at the top level but {stated[1]} under {_NESTED}",
+                mend="keep the value it was trained with",
+            )  # fmt: skip
+        return stated[0] if stated else default
+
+    def need(self, key: str, *, mend: str | None = None) -> Any:
+        value = self.get(key)
+        if value is None:
+            self.findings.add(
+                "config-key-missing", key, f"config.json does not state {key}", mend=mend or f"add {key} to config.json"
+            )
+        return value
+
+
+def read_config(
+    config: Mapping[str, Any],
+    findings: Findings,
+    *,
+    geometry: TargetGeometry | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> BlockDrafterConfig | None:
+    """Our configuration from a parsed ``config.json`` of any dialect; None, with problems, where it can't be had.
+
+    Args:
+        config: the parsed file.
+        findings: receives every problem.
+        geometry: the target's, to fill in the number of its layers where the file does not say it.
+        overrides: fields of ``BlockDrafterConfig`` that the file lacks or has wrong, stated by the caller.
+    """
+    before = len(findings.problems)
+    fields = _public_fields(_Reader(config, findings), config, findings, geometry, dict(overrides or {}))
+    own = config.get(OWN_SECTION)
+    if isinstance(own, Mapping) and isinstance(own.get("drafter"), Mapping):
+        for key, value in own["drafter"].items():
+            if key in fields and key not in (overrides or {}) and not _same(fields[key], value):
+                findings.add(
+                    "config-conflict", key, f"{key} is {fields[key]} by public keys but {value} under {OWN_SECTION}",
+                    mend="keep the value it was trained with",
+                )  # fmt: skip
+        fields = {**own["drafter"], **(overrides or {})}
+    if len(findings.problems) > before:
+        return None
+    try:
+        return BlockDrafterConfig.model_validate(fields)
+    except ValidationError as error:
+        for item in error.errors():
+            key = ".".join(str(part) for part in item["loc"])
+            message = item["msg"].removeprefix("Value error, ")
+            key = key or message.split()[0]
+            value = "" if item["type"] == "value_error" else f"{key} is {item.get('input')!r}: "
+            findings.add("config-value", key, f"{value}{message}")
+        return None
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, Rope):
+        ours = ours.model_dump(mode="json")
+    return (list(ours) if isinstance(ours, tuple) else ours) == (list(theirs) if isinstance(theirs, tuple) else theirs)
+
+
+def _public_fields(
+    read: _Reader,
+    config: Mapping[str, Any],
+    findings: Findings,
+    geometry: TargetGeometry | None,
+    overrides: dict[str, Any],
+) -> dict[str, Any]:
+    has_own = OWN_SECTION in config
+    architecture, algorithm = _algorithm(config, findings)
+    fields: dict[str, Any] = {}
+    if algorithm is not None:
+        context, head, _ = ALGORITHM_PARTS[algorithm]
+        if algorithm == "dfly" and config.get("enable_hidden_correction") is False:
+            head = "none"
+        fields |= {"context": context, "head": head, "confidence_head": False}
+        if head == "markov":
+            fields |= _markov_fields(read, findings)
+        if head == "correction":
+            width = read.get("hidden_correction_intermediate_size")
+            fields["correction_intermediate_size"] = read.get("hidden_size") if width is None else width
+    for ours, theirs in {
+        "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
+        "num_heads": "num_attention_heads", "vocab_size": "vocab_size",
+    }.items():  # fmt: skip
+        if ours not in overrides:
+            fields[ours] = read.need(theirs)
+    fields["num_kv_heads"] = read.get("num_key_value_heads", fields.get("num_heads"))
+    head_dim = read.get("head_dim")
+    if head_dim is None and fields.get("hidden_size") and fields.get("num_heads"):
+        head_dim = fields["hidden_size"] // fields["num_heads"]
+    fields["head_dim"] = head_dim
+    fields["rms_norm_eps"] = read.get("rms_norm_eps", 1e-6)
+    fields["max_position_embeddings"] = read.get("max_position_embeddings", 32768)
+    fields["target_hidden_size"] = read.get("target_hidden_size", fields.get("hidden_size"))
+    try:
+        fields["rope"] = Rope.from_config(config)
+    except (ValueError, TypeError) as error:
+        findings.add("config-conflict", "rope", f"rope: {error}", mend="keep one spelling of the target's rope")
+    pruned = read.get("draft_vocab_size")
+    if pruned is not None and pruned != read.get("vocab_size"):
+        findings.add("unsupported", "draft_vocab_size", f"draft_vocab_size {pruned} differs from vocab_size: pruned")
+
+    anchor_predicts = read.get("sample_from_anchor")
+    if anchor_predicts is None and not has_own and "sample_from_anchor" not in overrides:
+        if algorithm == "dspark":
+            read.need(
+                "sample_from_anchor",
+                mend="state whether the anchor slot predicts (DeepSpec: true) or is input only (AngelSpec: false)",
+            )
+        else:
+            findings.note("sample_from_anchor is not stated; false, as in every DFlash, DFlare and DFly")
+    fields["sample_from_anchor"] = bool(anchor_predicts)
+
+    if "block_size" not in overrides:
+        block_size = read.need(
+            "block_size", mend="add the block size that it was trained with (slots, anchor included)"
+        )
+        counts_proposals = architecture == _SERVED_DSPARK and not fields["sample_from_anchor"]
+        fields["block_size"] = block_size + 1 if counts_proposals and isinstance(block_size, int) else block_size
+    if "mask_token_id" not in overrides:
+        fields["mask_token_id"] = read.need("mask_token_id")
+    fields |= _target_fields(read, findings, geometry, overrides)
+    fields |= overrides
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _algorithm(config: Mapping[str, Any], findings: Findings) -> tuple[str | None, str | None]:
+    """The architecture's name and what it stands for."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if name is None:
+        findings.add(
+            "config-key-missing", "architectures", "config.json does not state architectures",
+            mend=f"use one of: {', '.join(_ARCHITECTURES)}",
+        )  # fmt: skip
+        return None, None
+    if name not in _ARCHITECTURES:
+        findings.add(
+            "unsupported", "architectures", f"architecture '{name}' is no block drafter{suggest(name, _ARCHITECTURES)}",
+            mend=f"use one of: {', '.join(_ARCHITECTURES)}",
+        )  # fmt: skip
+        return name, None
+    algorithm = _ARCHITECTURES[name]
+    variant = config.get("model_arch")
+    if variant is not None and algorithm is not None:
+        allowed = {"dflash": ("dflash", "dflare"), "dspark": ("dspark", "dfly"), "dfly": ("dfly",)}[algorithm]
+        if variant not in allowed:
+            findings.add(
+                "unsupported", "model_arch", f"model_arch '{variant}' under {name}; known: {', '.join(allowed)}"
+            )
+            return name, None
+        algorithm = variant
+    fusion = config.get("fusion_type")
+    if fusion not in (None, "concat_fc"):
+        findings.add("unsupported", "fusion_type", f"fusion_type '{fusion}' is not supported", mend="known: concat_fc")
+    return name, algorithm
+
+
+def _markov_fields(read: _Reader, findings: Findings) -> dict[str, Any]:
+    rank, kind = read.need("markov_rank"), read.get("markov_head_type", "vanilla")
+    if rank is not None and (not isinstance(rank, int) or rank <= 0):
+        findings.add("config-value", "markov_rank", f"markov_rank is {rank!r}; it must be a positive integer")
+    if kind != "vanilla":
+        findings.add(
+            "unsupported", "markov_head_type", f"markov_head_type '{kind}' is not supported", mend="known: vanilla"
+        )
+    confident = bool(read.get("enable_confidence_head", True))
+    if confident and not read.get("confidence_head_with_markov", True):
+        findings.add(
+            "unsupported", "confidence_head_with_markov",
+            "confidence_head_with_markov is false: a confidence head beside a Markov head that does not read it",
+        )  # fmt: skip
+    return {"markov_rank": rank, "confidence_head": confident}
+
+
+def _target_fields(
+    read: _Reader, findings: Findings, geometry: TargetGeometry | None, overrides: dict[str, Any]
+) -> dict[str, Any]:
+    """Layer ids, and the number of the target's layers from whichever key says it."""
+    ids, stated = read.get("target_layer_ids"), read.get("num_target_layers")
+    count = overrides.get("target_num_layers", read.get("target_num_hidden_layers"))
+    if isinstance(stated, int) and isinstance(ids, list):
+        highest = max((item for item in ids if isinstance(item, int)), default=-1)
+        allowed = {len(ids)} if count is None else {len(ids), count}
+        means_layers = stated > highest if count is None else stated == count
+        if not means_layers and stated not in allowed:
+            findings.add(
+                "config-conflict", "num_target_layers",
+                f"num_target_layers is {stated}, which is neither the number of taps ({len(ids)}) nor of target layers"
+                + (f" ({count})" if count is not None else f" (above the highest tap, {highest})"),
+            )  # fmt: skip
+        if count is None and means_layers:
+            count = stated
+    if count is None and geometry is not None:
+        count = geometry.num_layers
+    if count is None:
+        findings.add(
+            "config-key-missing", "target_num_hidden_layers", "config.json does not say how deep the target is",
+            mend="add target_num_hidden_layers to config.json",
+        )  # fmt: skip
+    if ids is None and "target_layer_ids" not in overrides:
+        if isinstance(stated, int) and isinstance(count, int) and 0 < stated < count:
+            ids = list(spread_layer_ids(count, stated))
+            findings.note(f"target_layer_ids is not stated; {ids}, by DFlash's rule")
+        else:
+            read.need("target_layer_ids")
+    return {"target_num_layers": count, "target_layer_ids": tuple(ids) if isinstance(ids, list) else ids}
+
+
+def dialects_of(config: BlockDrafterConfig) -> tuple[Dialect, ...]:
+    """The dialects that can say this combination without loss."""
+    if (config.context, config.head) == ("projection", "none") and not config.confidence_head:
+        return ("angelspec", "dflash")
+    if (config.context, config.head) == ("projection", "markov"):
+        return ("angelspec", "dspark")
+    return ("angelspec",)
+
+
+def write_config(config: BlockDrafterConfig, *, dialect: Dialect, dtype: str) -> dict[str, Any]:
+    """``config.json`` of an export.
+
+    Args:
+        config: ours.
+        dialect: one of :func:`dialects_of`.
+        dtype: of the tensors that are written, e.g. "bfloat16".
+    """
+    algorithm = config.algorithm if config.algorithm in ALGORITHM_PARTS else None
+    if algorithm is not None and (config.head != "markov") and config.confidence_head:
+        algorithm = None
+    served_dspark = dialect == "dspark"
+    architecture = _SERVED_DSPARK if served_dspark else _NATIVE_ARCHITECTURE.get(algorithm, _OWN_ARCHITECTURE)
+    block = {
+        "block_size": config.block_size - 1 if served_dspark else config.block_size,
+        "sample_from_anchor": config.sample_from_anchor,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+        "num_target_layers": len(config.target_layer_ids) if dialect == "angelspec" else config.target_num_layers,
+    }
+    written: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": "qwen3" if dialect != "angelspec" else _MODEL_TYPE.get(algorithm, "qwen3"),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        **config.rope.to_config(),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "target_hidden_size": config.target_hidden_size,
+        "target_num_hidden_layers": config.target_num_layers,
+        **block,
+        _NESTED: dict(block),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    if algorithm == "dflare":
+        written["model_arch"] = "dflare"
+    if config.head == "correction":
+        written["enable_hidden_correction"] = True
+        written["hidden_correction_intermediate_size"] = config.correction_intermediate_size
+    if config.head == "markov":
+        written["markov_rank"] = config.markov_rank
+        written["markov_head_type"] = "vanilla"
+        written["enable_confidence_head"] = config.confidence_head
+        written["confidence_head_with_markov"] = config.confidence_head
+    if dialect == "angelspec":
+        written[OWN_SECTION] = {"drafter": config.model_dump(mode="json")}
+    return written
