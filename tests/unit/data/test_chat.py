@@ -132,7 +132,7 @@ def test_what_the_template_cannot_show_as_a_server_would_is_refused():
     assert refusal(fake_format(CHATML.replace("<|im_end|>", "")), *turns) == "no-end-of-turn"
     twice = CHATML.replace("<|im_end|>", "<|im_end|>!<|im_end|>")
     assert refusal(fake_format(twice), *turns) == "stop-inside-answer"
-    silent = CHATML.replace("{{ message['content'] }}", "")
+    silent = CHATML.replace("message['content']", "''")
     assert refusal(fake_format(silent), *turns) == "empty-mask"
     deaf = CHATML.replace("message['tool_calls'] | tojson", "''")
     assert refusal(fake_format(deaf), ("user", "q"), calling("", {"a": 1})) == "text-not-rendered"
