@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from angelspec.core.drafter_config import BlockDrafterConfig
+from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.objective import Objective
 from angelspec.core.recipe import OptimizerSection, TargetSection, TrainingSection, TrainingStage
 
@@ -62,6 +64,27 @@ def tiny_target():
     return load_target(TargetSection(source="random:llama", mode_family="smollm2"), dtype=torch.float32)
 
 
+class ToyTarget:
+    """A target without transformers, for processes that should start fast: mixtures of what each token may see."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.geometry = KNOWN_TARGETS["tiny-llama"].geometry
+        self.digest, self.device, self.dtype = "toy", torch.device("cpu"), torch.float32
+        self.embedding_VD = torch.randn(320, 64, generator=generator)
+        self.head_VD = torch.randn(320, 64, generator=generator) * 0.2
+        self.mix_LDD = torch.randn(6, 64, 64, generator=generator) / 8
+
+    def forward(self, tokens_BT, *, positions_BT, attention_mask, layer_ids):
+        seen_BTT = attention_mask[:, 0].float() / (1.0 + positions_BT[:, :, None] - positions_BT[:, None, :]).abs()
+        states, taps = self.embedding_VD[tokens_BT], []
+        for layer, mix_DD in enumerate(self.mix_LDD):
+            states = torch.tanh(seen_BTT @ states @ mix_DD) + states
+            if layer in layer_ids:
+                taps.append(states)
+        return SimpleNamespace(taps_BTF=torch.cat(taps, -1), hidden_BTD=states)
+
+
 def tiny_config(name: str = "dfly", **changes) -> BlockDrafterConfig:
     """A two-layer drafter of the tiny target."""
     parts = {
@@ -70,7 +93,7 @@ def tiny_config(name: str = "dfly", **changes) -> BlockDrafterConfig:
         "dspark": {"context": "projection", "head": "markov", "markov_rank": 8, "confidence_head": True},
         "dfly": {"context": "hybrid", "head": "correction", "correction_intermediate_size": 64},
     }[name]
-    geometry = tiny_target().geometry
+    geometry = KNOWN_TARGETS["tiny-llama"].geometry
     base = {
         "num_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
         "vocab_size": geometry.vocab_size, "rms_norm_eps": 1e-5, "max_position_embeddings": 1024,

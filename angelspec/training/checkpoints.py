@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -236,7 +237,9 @@ class Checkpoints:
 
         def fetch(into: Mapping[str, Tensor]) -> dict[str, Tensor]:
             values = {key: torch.empty_like(tensor.detach()) for key, tensor in into.items()}
-            dcp.load(values, storage_reader=reader)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
+                dcp.load(values, storage_reader=reader)
             return values
 
         return shapes, fetch

@@ -103,6 +103,7 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
         return
     fully_shard(model, mesh=ranks.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     assert isinstance(model, FSDPModule)
+    model.set_force_sum_reduction_for_comms(True)  # gloo can't scale inside a reduction
     model.set_gradient_divide_factor(1.0)
 
 
