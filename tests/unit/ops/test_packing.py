@@ -10,11 +10,8 @@ def plain_first_fit(lengths, row_length):
     """The definition: look at every row, from the first."""
     rows, room = [], []
     for index, length in enumerate(lengths):
-        for row, free in enumerate(room):
-            if free >= length:
-                break
-        else:
-            row = len(rows)
+        row = next((row for row, free in enumerate(room) if free >= length), len(rows))
+        if row == len(rows):
             rows.append([])
             room.append(row_length)
         rows[row].append(index)
