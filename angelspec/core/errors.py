@@ -43,6 +43,10 @@ class TrainingError(AngelspecError):
     """A training that must not go on (non-finite steps, nothing to train on)."""
 
 
+class Interrupted(AngelspecError):
+    """A job that was asked to stop and has saved its state; running it again goes on from there."""
+
+
 class MissingRequirement(AngelspecError):
     """Hardware, a package or a service that a job needs and this machine lacks."""
 

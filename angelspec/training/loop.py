@@ -53,6 +53,8 @@ class TrainingResult:
     """Steps that supervised nothing, because all their rows were refused."""
     refused_rows: int
     """Rows that were left out of a step because their features were not finite, counted each time."""
+    supervised_positions: int
+    """Block slots that entered the loss, over all steps that were applied."""
 
 
 class Progress(BaseModel):
@@ -74,6 +76,7 @@ class Progress(BaseModel):
     skipped_steps: int = 0
     empty_steps: int = 0
     refused_rows: int = 0
+    supervised_positions: int = 0
     rows_per_step: int = 0
     """Over all ranks; a resumed run must keep it."""
     window: dict[str, list[float]] = {}
@@ -359,6 +362,7 @@ class _Run:
             before = window.get(key, [0.0] * len(values))
             window[key] = [a + b for a, b in zip(before, values, strict=True)]
         self.clock.positions += gradients.num_positions
+        self.progress.supervised_positions += gradients.num_positions
 
     def _log_window(self, stage: str, *, epoch: float) -> None:
         window, clock = self.progress.window, self.clock
@@ -415,4 +419,5 @@ class _Run:
             skipped_steps=progress.skipped_steps,
             empty_steps=progress.empty_steps,
             refused_rows=progress.refused_rows,
+            supervised_positions=progress.supervised_positions,
         )

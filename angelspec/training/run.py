@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -143,6 +144,7 @@ def train_drafter(
     held_out_rows: PackedRows,
     folder: Path,
     initial: dict[str, torch.Tensor] | None = None,
+    features: Mapping[str, FeatureSource] | None = None,
     ranks: Ranks | None = None,
     report: Report | None = None,
     feature_report: Progress | None = None,
@@ -155,6 +157,8 @@ def train_drafter(
         target: frozen; gives features, embedding and head.
         folder: of the run; see ``loop.train``. Features on disk go into ``folder/features``.
         initial: weights to start from.
+        features: of ``train`` and ``held-out`` rows, where they were made before (see ``make_features``); None: as
+            ``section.features`` says.
         ranks: this process among several; None: as the launcher's environment says.
         report: called after every step.
         feature_report: called while features are computed.
@@ -167,7 +171,7 @@ def train_drafter(
     equalise(drafter, ranks)
     if section.sharding == "shard":
         shard(drafter, ranks)
-    sources = {
+    sources = features or {
         name: make_features(
             section,
             target,
