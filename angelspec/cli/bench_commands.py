@@ -16,10 +16,20 @@ def bench() -> None:
 @click.argument("recipe_name", metavar="[RECIPE]", required=False)
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.FIELD=VALUE", help="Override one recipe value.")
 @click.option("--preset", metavar="NAME", help="A preset of the recipe.")
-@click.option("--objective", "objectives", multiple=True, type=click.Choice(["ce", "lk", "e2e"]),
-              help="Without RECIPE: objectives to measure; may repeat (default: all).")
-@click.option("--matmul", "matmuls", multiple=True, type=click.Choice(["float32", "bfloat16"]),
-              help="Precision of the matrix products; may repeat.")
+@click.option(
+    "--objective",
+    "objectives",
+    multiple=True,
+    type=click.Choice(["ce", "lk", "e2e"]),
+    help="Without RECIPE: objectives to measure; may repeat (default: all).",
+)
+@click.option(
+    "--matmul",
+    "matmuls",
+    multiple=True,
+    type=click.Choice(["float32", "bfloat16"]),
+    help="Precision of the matrix products; may repeat.",
+)
 @click.option("--repeats", type=int, default=5, show_default=True, help="Measured steps; the median is reported.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def train_command(

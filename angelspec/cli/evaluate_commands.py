@@ -9,13 +9,20 @@ import click
 
 @click.command()
 @click.argument("checkpoints", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--prompts", "prompts", multiple=True, metavar="[NAME=]SOURCE", help="Prompt files or builtin:… sets; "
-              "may repeat (default: the suites of the first checkpoint's recipe).")
+@click.option(
+    "--prompts",
+    "prompts",
+    multiple=True,
+    metavar="[NAME=]SOURCE",
+    help="Prompt files or builtin:… sets; may repeat (default: the suites of the first checkpoint's recipe).",
+)
 @click.option("--temperature", "temperatures", multiple=True, type=float, help="May repeat (default: 0 and 1).")
 @click.option("--limit", type=int, help="Prompts per suite.")
 @click.option("--max-new-tokens", type=int, help="Longest answer.")
 @click.option("--batch-size", type=int, help="Rows decoded together.")
-@click.option("--target", "target_source", metavar="SOURCE", help="Where the target lies, if not where the manifest says.")
+@click.option(
+    "--target", "target_source", metavar="SOURCE", help="Where the target lies, if not where the manifest says."
+)
 @click.option("--shortlist", type=int, help="Candidates per slot that the hidden correction rescores.")
 @click.option("--cut", type=float, help="D-cut with this share of the proposals kept, for example 0.5.")
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Folder for JSON, Markdown and plots.")

@@ -108,8 +108,10 @@ def print_examination(examination: dict[str, Any]) -> None:
         f"{machine['disk_free_gib']} GiB disk free"
     )
     console.print(
-        "bfloat16 matrix products: " + ("yes" if machine["bfloat16_products"] else "no (float32 is used)")
-        + "; accelerators: " + (", ".join(machine["accelerators"]) or "none")
+        "bfloat16 matrix products: "
+        + ("yes" if machine["bfloat16_products"] else "no (float32 is used)")
+        + "; accelerators: "
+        + (", ".join(machine["accelerators"]) or "none")
     )
     table = Table("package", "version", "", box=None, pad_edge=False)
     for name, found in examination["packages"].items():

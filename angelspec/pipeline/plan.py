@@ -28,7 +28,9 @@ def print_plan(recipe: Recipe) -> None:
     console = Console()
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
-    table = Table("stage", "what it will do", "tokens", "disk", "memory", title=f"plan of {recipe.name}", title_justify="left")
+    table = Table(
+        "stage", "what it will do", "tokens", "disk", "memory", title=f"plan of {recipe.name}", title_justify="left"
+    )
     for number, stage in enumerate(stages_of(recipe), start=1):
         estimate = stage.estimate(recipe)
         does = estimate.does + (f" [dim]({estimate.note})[/dim]" if estimate.note else "")

@@ -44,10 +44,9 @@ class Meter:
             self._progress.bars.update(self._task, completed=done, total=self._total, note=note)
             return
         now = time.monotonic()
-        finished = self._total is not None and done >= self._total
-        if now - self._last_line >= _LINE_SECONDS or (finished and now - self._started > 1.0):
+        if now - self._last_line >= _LINE_SECONDS:
             self._last_line = now
-            self._progress.console.print(self._line(done, now, note), highlight=False)
+            self._progress.say(self._line(done, now, note))
 
     def _line(self, done: float, now: float, note: str) -> str:
         rate = (done - (self._first or 0)) / max(now - self._started, 1e-9)
@@ -100,7 +99,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print one line above the bars."""
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def _short(value: float) -> str:

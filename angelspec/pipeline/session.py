@@ -1,13 +1,15 @@
-"""What the stages of one process share: the loaded target, loaded once per precision."""
+"""What the stages of one process share: the loaded target and its features, made once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from angelspec.core.recipe import Recipe
 
 if TYPE_CHECKING:
     from angelspec.targets.target import Target
+    from angelspec.training.features import FeatureSource
 
 
 class Session:
@@ -17,6 +19,7 @@ class Session:
         self.recipe = recipe
         self.device = device
         self._targets: dict[str, Target] = {}
+        self._features: tuple[str, Mapping[str, FeatureSource]] | None = None
 
     def target(self, dtype: str) -> Target:
         """The recipe's target in ``float32`` or ``bfloat16``."""
@@ -25,11 +28,17 @@ class Session:
 
             from angelspec.targets.target import load_target
 
-            self._targets[dtype] = load_target(
-                self.recipe.target, dtype=getattr(torch, dtype), device=self.device
-            )
+            self._targets[dtype] = load_target(self.recipe.target, dtype=getattr(torch, dtype), device=self.device)
         return self._targets[dtype]
 
+    def features(self, *, key: str, make: Callable[[], Mapping[str, FeatureSource]]) -> Mapping[str, FeatureSource]:
+        """Feature sources by part of the rows; only the newest are kept, since they can be large."""
+        if self._features is None or self._features[0] != key:
+            self._features = None
+            self._features = (key, make())
+        return self._features[1]
+
     def release(self) -> None:
-        """Forget the loaded targets."""
+        """Forget the loaded targets and features."""
         self._targets.clear()
+        self._features = None

@@ -1,0 +1,192 @@
+"""``angelspec evaluate``: several drafters, prompt lookup and plain decoding on the same prompts."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from angelspec.core.errors import CheckpointError, RecipeError
+from angelspec.core.manifest import DrafterManifest
+from angelspec.core.recipe import PromptSource, Recipe
+from angelspec.core.recipe_files import resolve
+from angelspec.data.reading import read_sources
+from angelspec.decoding.proposers import BlockProposer
+from angelspec.decoding.speculative import CutPolicy
+from angelspec.drafters.checkpoint import load_drafter
+from angelspec.evaluation.report import print_report
+from angelspec.pipeline.evaluation_stages import (
+    lookup_description,
+    lookup_proposer,
+    measure_settings,
+    measured_report,
+    save_report,
+    suites_of,
+)
+from angelspec.pipeline.progress import Progress
+from angelspec.pipeline.session import Session
+
+
+def evaluate_checkpoints(
+    checkpoints: Sequence[Path],
+    *,
+    prompts: Sequence[str] = (),
+    temperatures: Sequence[float] | None = None,
+    limit: int | None = None,
+    max_new_tokens: int | None = None,
+    batch_size: int | None = None,
+    target_source: str | None = None,
+    shortlist: int | None = None,
+    cut: float | None = None,
+    output: Path | None = None,
+    quiet: bool = False,
+) -> None:
+    """Measure exported drafters of one target and mode side by side, print the tables and write the report.
+
+    Args:
+        checkpoints: folders with a manifest; the first one's recipe gives what is not said here.
+        prompts: ``[NAME=]SOURCE`` items; none: the evaluation sets of the first drafter's recipe.
+        temperatures: none: the recipe's.
+        limit: prompts per suite.
+        max_new_tokens: longest answer.
+        batch_size: rows decoded together.
+        target_source: where the target lies, if not where the manifest says.
+        shortlist: candidates per slot that a sequential head rescores.
+        cut: keep ratio of D-cut.
+        output: folder of the report; none: ``runs/evaluation``.
+        quiet: show no progress.
+
+    Raises:
+        CheckpointError: a folder has no manifest, or the drafters are for different targets or modes.
+    """
+    names = _names(checkpoints)
+    manifests = [_manifest(path) for path in checkpoints]
+    for name, manifest in zip(names[1:], manifests[1:], strict=True):
+        for fact in ("mode", "target.digest"):
+            values = [_get(item, fact) for item in (manifests[0], manifest)]
+            if values[0] != values[1]:
+                raise CheckpointError(
+                    f"'{names[0]}' and '{name}' differ in {fact}: {values[0]} and {values[1]}",
+                    mend="evaluate them apart; drafters are compared on one target and one mode",
+                )
+    recipe = _recipe(
+        manifests[0], prompts=prompts, temperatures=temperatures, limit=limit, max_new_tokens=max_new_tokens,
+        batch_size=batch_size, target_source=target_source, shortlist=shortlist,
+    )  # fmt: skip
+    progress = Progress(quiet=quiet)
+    session = Session(recipe)
+    target = session.target(recipe.evaluation.dtype)
+    if target.digest != manifests[0].target.digest:
+        raise CheckpointError(
+            f"target {target.name} ({target.digest}) is not the one the drafters were trained for "
+            f"({manifests[0].target.digest})",
+            mend="give the right target with --target",
+        )
+    read = read_sources(recipe.data.evaluation, recipe.data, responses="rollout")
+    suites = suites_of(
+        read.accepted,
+        target,
+        recipe,
+        names=[source.name for source in recipe.data.evaluation],
+        limit=recipe.evaluation.prompts_per_suite,
+    )
+    lookup = lookup_proposer(recipe)
+    proposers, descriptions = [], {lookup.name: lookup_description(recipe)}
+    for name, path in zip(names, checkpoints, strict=True):
+        loaded = load_drafter(path, geometry=target.geometry, embedding_VD=target.embedding_VD)
+        drafter = loaded.drafter.eval().requires_grad_(False)
+        proposers.append(BlockProposer(drafter, target=target, name=name, shortlist=recipe.evaluation.shortlist))
+        descriptions[name] = f"{loaded.config.algorithm}, {loaded.config.num_layers} layers, block {loaded.config.block_size}"
+    folder = output or Path("runs") / "evaluation"
+    settings = measure_settings(recipe)
+    if cut is not None:
+        settings = settings.model_copy(update={"cut": CutPolicy(ratio=cut)})
+    with progress.running(), torch.no_grad():
+        report = measured_report(
+            target,
+            [*proposers, lookup],
+            suites,
+            recipe=recipe,
+            settings=settings,
+            exact_target=session.target("float32"),
+            folder=folder,
+            progress=progress,
+            title="comparison of " + ", ".join(names),
+            commands=(shlex.join(["angelspec", *sys.argv[1:]]),),
+            descriptions=descriptions,
+        )
+    metrics = {f"{name}": path / "metrics.jsonl" for name, path in zip(names, checkpoints, strict=True)}
+    save_report(report, folder, metrics={name: path for name, path in metrics.items() if path.is_file()})
+    if not quiet:
+        print_report(report, console=Console())
+        Console().print(f"report: {folder / 'report.md'}", highlight=False)
+
+
+def _names(checkpoints: Sequence[Path]) -> list[str]:
+    names = [path.resolve().name for path in checkpoints]
+    if len(set(names)) < len(names) or "drafter" in names:
+        names = [f"{path.resolve().parent.name}" if path.resolve().name == "drafter" else str(path) for path in checkpoints]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in checkpoints]
+    if len(set(names)) < len(names):
+        raise CheckpointError("a checkpoint is given twice")
+    return names
+
+
+def _manifest(path: Path) -> DrafterManifest:
+    manifest = DrafterManifest.read(path)
+    if manifest is None:
+        raise CheckpointError(
+            f"{path} has no angelspec_manifest.json, so its target and mode are unknown",
+            mend="give the folder of an exported drafter (the `drafter` folder of a run)",
+        )
+    return manifest
+
+
+def _get(item: object, path: str) -> object:
+    for name in path.split("."):
+        item = getattr(item, name)
+    return item
+
+
+def _recipe(
+    manifest: DrafterManifest,
+    *,
+    prompts: Sequence[str],
+    temperatures: Sequence[float] | None,
+    limit: int | None,
+    max_new_tokens: int | None,
+    batch_size: int | None,
+    target_source: str | None,
+    shortlist: int | None,
+) -> Recipe:
+    """The drafter's recipe with the command's changes."""
+    document = manifest.recipe.model_dump(mode="json")
+    changes = {
+        "temperatures": None if temperatures is None else list(temperatures),
+        "prompts_per_suite": limit,
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "shortlist": shortlist,
+    }
+    document["evaluation"].update({key: value for key, value in changes.items() if value is not None})
+    if prompts:
+        document["data"]["evaluation"] = [_source(item).model_dump(mode="json") for item in prompts]
+    if target_source is not None:
+        document["target"]["source"] = target_source if ":" in target_source else f"folder:{target_source}"
+    return resolve(Recipe.model_validate(document))
+
+
+def _source(text: str) -> PromptSource:
+    name, separator, source = text.partition("=")
+    if not separator:
+        name, source = Path(text.partition(":")[2] or text).stem, text
+    if ":" not in source:
+        source = f"file:{source}"
+    if not name:
+        raise RecipeError(f"prompts '{text}' have no name", mend="write NAME=SOURCE")
+    return PromptSource(name=name, source=source)

@@ -1,0 +1,82 @@
+"""``angelspec recipe run``: all stages, then the table, the report and how to serve the drafter."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from angelspec.core.files import write_json_atomic, write_text_atomic
+from angelspec.core.recipe import Recipe
+from angelspec.evaluation.report import Report, print_report
+from angelspec.pipeline.progress import Progress
+from angelspec.pipeline.requirements import check_requirements
+from angelspec.pipeline.runner import run_stages
+from angelspec.pipeline.session import Session
+from angelspec.pipeline.stages import stages_of
+from angelspec.pipeline.store import Store
+from angelspec.serving.instructions import serve_instructions
+
+DRAFTER_FOLDER = "drafter"
+
+
+def run_recipe(recipe: Recipe, *, output: Path, store: Path, quiet: bool = False) -> Path:
+    """Run a resolved recipe and return the folder of the exported drafter.
+
+    Args:
+        recipe: resolved.
+        output: gets ``recipe.yaml``, ``stages.json``, ``drafter/`` with its report.
+        store: folder of the stages; runs that share it share finished stages.
+        quiet: show no progress and print no table.
+
+    Raises:
+        MissingRequirement: this machine cannot run it (before anything is downloaded).
+        AngelspecError: a stage cannot go on; finished and half-finished stages stay.
+    """
+    check_requirements(recipe, output=output)
+    progress = Progress(quiet=quiet)
+    resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    write_text_atomic(output / "recipe.yaml", resolved)
+    stages = stages_of(recipe)
+    session = Session(recipe)
+    with progress.running():
+        results = run_stages(stages, recipe, store=Store(store), session=session, progress=progress)
+    write_json_atomic(
+        output / "stages.json",
+        {
+            name: {"folder": str(result.folder), "digest": result.output.digest, "seconds": round(result.seconds, 1)}
+            for name, result in results.items()
+        },
+    )
+    drafter = output / DRAFTER_FOLDER
+    _replace_folder(results["export"].folder / "drafter", drafter)
+    if not quiet:
+        _print_end(recipe, drafter, target_folder=Path(results["target"].output.summary["folder"]))
+    return drafter
+
+
+def _replace_folder(source: Path, destination: Path) -> None:
+    fresh = destination.with_name(f".{destination.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(source, fresh)
+    if destination.exists():
+        shutil.rmtree(destination)
+    fresh.rename(destination)
+
+
+def _print_end(recipe: Recipe, drafter: Path, *, target_folder: Path) -> None:
+    console = Console()
+    print_report(Report.load(drafter / "report.json"), console=console)
+    console.print(f"\ndrafter: [bold]{drafter}[/bold]   report: {drafter / 'report.md'}", highlight=False)
+    for instruction in serve_instructions(
+        recipe.drafter_config(),
+        checkpoint=drafter,
+        target=str(target_folder),
+        mode=recipe.mode,
+        family=recipe.target.mode_family,
+    ):
+        console.print(f"\n[bold]serve with {instruction.engine}[/bold] ({instruction.note})", highlight=False)
+        console.print(f"  {instruction.command}", soft_wrap=True, highlight=False)
+    console.print(f"\ncompare drafters: angelspec evaluate {drafter} [OTHER ...]", highlight=False)

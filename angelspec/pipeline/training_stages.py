@@ -1,0 +1,175 @@
+"""Stages that train: one per training stage of the recipe, each starting from the best weights before it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from angelspec.core.errors import Interrupted
+from angelspec.core.fingerprint import fingerprint
+from angelspec.core.recipe import Recipe, TrainingSection
+from angelspec.drafters.checkpoint import load_drafter
+from angelspec.pipeline.data_stages import packed_rows
+from angelspec.pipeline.estimates import amounts
+from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
+from angelspec.training.run import make_features, train_drafter, trained_weights
+
+WEIGHTS = "drafter.safetensors"
+"""The stage's best weights, in float32 and our key names."""
+_REPORTING = {"stages", "tracker", "log_every", "save_every", "keep_checkpoints"}
+"""Training values that change no weight."""
+
+
+def section_of(recipe: Recipe, index: int) -> TrainingSection:
+    """The training section of one stage alone, with a seed of its own."""
+    training = recipe.training
+    return training.model_copy(update={"stages": (training.stages[index],), "seed": training.seed + index})
+
+
+def stage_name(recipe: Recipe, index: int) -> str:
+    """The pipeline stage of a training stage."""
+    return f"train-{recipe.training.stages[index].name}"
+
+
+def training_stages(recipe: Recipe) -> list[Stage]:
+    """One pipeline stage per training stage."""
+    return [_training_stage(recipe, index) for index in range(len(recipe.training.stages))]
+
+
+def _training_stage(recipe: Recipe, index: int) -> Stage:
+    previous = () if index == 0 else (stage_name(recipe, index - 1),)
+
+    def inputs(recipe: Recipe) -> Mapping[str, Any]:
+        start = recipe.drafter.initial_checkpoint if index == 0 else None
+        section = section_of(recipe, index)
+        return {
+            "drafter": recipe.drafter_config().model_dump(mode="json"),
+            "training": section.model_dump(mode="json", exclude=_REPORTING),
+            "stage": section.stages[0].model_dump(mode="json"),
+            "target_dtype": recipe.target.dtype,
+            "initial": None if start is None else _tensors_digest(_initial_weights(recipe)),
+        }
+
+    def run(work: Work) -> StageOutput:
+        return _run(work, index)
+
+    stage = recipe.training.stages[index]
+    length = f"{stage.epochs:g} epochs" if stage.steps is None else f"{stage.steps} steps"
+    terms = {key: value for key, value in stage.objective.model_dump().items() if isinstance(value, float) and value > 0}
+    named = ", ".join(key for key in terms if key in ("ce", "kl", "tv", "l1", "lk", "end_to_end_tv", "confidence"))
+
+    def estimate(recipe: Recipe) -> Estimate:
+        sizes = amounts(recipe)
+        tokens = None
+        if sizes.row_tokens is not None and stage.epochs is not None:
+            tokens = int(sizes.row_tokens * stage.epochs)
+        held = sizes.feature_bytes if recipe.training.features == "memory" else 0
+        return Estimate(
+            does=f"{length} of {named} ({stage.objective.position_weights} weights), "
+            f"{sizes.drafter_parameters / 1e6:.1f}M parameters, features {recipe.training.features}",
+            tokens=tokens,
+            disk_bytes=sizes.drafter_parameters * 12 * (recipe.training.keep_checkpoints + 1)
+            + ((sizes.feature_bytes or 0) if recipe.training.features == "disk" else 0),
+            memory_bytes=None if held is None else sizes.training_memory_bytes + sizes.target_bytes + held,
+        )
+
+    return Stage(
+        name=stage_name(recipe, index),
+        does=f"train the drafter: {length} of {named}",
+        needs=("target", "pack", *previous),
+        inputs=inputs,
+        run=run,
+        estimate=estimate,
+    )
+
+
+def _run(work: Work, index: int) -> StageOutput:
+    recipe = work.recipe
+    section, config = section_of(recipe, index), recipe.drafter_config()
+    target = work.session.target(recipe.target.dtype)
+    rows = packed_rows(work)
+    initial, before = None, None
+    if index > 0:
+        before = work.before[stage_name(recipe, index - 1)]
+        initial = load_file(before.folder / WEIGHTS)
+    elif recipe.drafter.initial_checkpoint is not None:
+        initial = _initial_weights(recipe)
+    features = work.session.features(
+        key=fingerprint([work.before["pack"].output.digest, list(config.target_layer_ids), section.features]),
+        make=lambda: _features(work, section, config.target_layer_ids, rows),
+    )
+    with work.progress.meter(stage_name(recipe, index), total=None, unit="steps") as meter:
+        result = train_drafter(
+            section,
+            config,
+            target=target,
+            train_rows=rows["train"],
+            held_out_rows=rows["held-out"],
+            folder=work.folder,
+            initial=initial,
+            features=features,
+            report=lambda done, total, note: meter(done, total=total, note=note),
+        )
+    if result.status == "interrupted":
+        raise Interrupted(f"training stopped at step {result.step}; its checkpoint is saved")
+    weights, _ = trained_weights(work.folder, config)
+    length = result.best_accepted_length
+    chosen = section.stages[0].name
+    if before is not None and (before.output.summary["held_out_accepted_length"] or 0.0) > (length or 0.0):
+        # The end-to-end stage may lose on the held-out rows; the run keeps the best weights it has had.
+        weights, length = initial, before.output.summary["held_out_accepted_length"]
+        chosen = before.output.summary["chosen_from"]
+        work.progress.say(f"  no gain over '{chosen}': its weights are kept")
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, work.folder / WEIGHTS)
+    summary = {
+        "steps": result.step,
+        "best_step": result.best_step,
+        "held_out_accepted_length": length,
+        "chosen_from": chosen,
+        "skipped_steps": result.skipped_steps,
+        "supervised_positions": result.supervised_positions,
+        "metrics": "metrics.jsonl",
+    }
+    work.progress.say(
+        f"  {result.step} steps; held-out accepted length {length:.3f} (weights of '{chosen}')"
+        + (f"; {result.skipped_steps} non-finite steps skipped" if result.skipped_steps else "")
+    )
+    return StageOutput(_tensors_digest(weights), summary)
+
+
+def _features(work: Work, section: TrainingSection, layer_ids: tuple[int, ...], rows: Mapping[str, Any]) -> dict[str, Any]:
+    target = work.session.target(work.recipe.target.dtype)
+    made = {}
+    for name, packed in rows.items():
+        with work.progress.meter(f"features of {name} rows", total=len(packed), unit="rows") as meter:
+            made[name] = make_features(
+                section,
+                target,
+                packed,
+                layer_ids=layer_ids,
+                folder=work.before["pack"].folder / "features" / fingerprint(list(layer_ids)) / name,
+                progress=lambda done, total, meter=meter: meter(done, total=total),
+            )
+    return made
+
+
+def _initial_weights(recipe: Recipe) -> dict[str, Tensor]:
+    loaded = load_drafter(
+        Path(recipe.drafter.initial_checkpoint).expanduser(), geometry=recipe.target.geometry
+    )
+    return dict(loaded.drafter.state_dict())
+
+
+def _tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    content = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        content.update(tensor.detach().cpu().contiguous().view(-1).numpy().tobytes())
+    return content.hexdigest()[:32]
+
+
