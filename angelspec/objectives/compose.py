@@ -42,8 +42,8 @@ def block_loss_terms(
     """Return the objective's terms and the counts of one micro-batch of blocks.
 
     The terms are, each present only if the objective weighs it: ``token`` (the mix of ce, kl, tv, l1 and lk, weighted
-    by slot), ``end_to_end_tv`` (mean over blocks) and ``confidence`` (weighted by slot). N = 0 is a batch like any
-    other: its terms are 0 / 0 with a graph.
+    by slot), ``end_to_end_tv`` (mean over blocks) and ``confidence`` (weighted by slot). Terms with the same weights
+    hold the same denominator object. N = 0 is a batch like any other: its terms are 0 / 0 with a graph.
 
     Args:
         hidden_ND: corrected states of the valid slots only, ordered as ``valid_AK`` reads row by row.
@@ -116,10 +116,11 @@ def _terms(
     statistics = result.statistics
     ce_AK = to_grid(statistics.ce_N, valid_AK=valid_AK)
     weights_AK = slot_weights(objective, ce_AK=ce_AK, mask_AK=valid_AK)
+    total_weight = weights_AK.sum()
     terms = {}
     if TOKEN in result.losses:
         loss_AK = to_grid(result.losses[TOKEN], valid_AK=valid_AK)
-        terms[TOKEN] = Ratio((weights_AK * loss_AK).sum(), weights_AK.sum())
+        terms[TOKEN] = Ratio((weights_AK * loss_AK).sum(), total_weight)
     if END_TO_END_TV in result.losses:
         alpha_AK = to_grid(1.0 - result.losses[END_TO_END_TV], valid_AK=valid_AK)
         blocks = end_to_end_tv(alpha_AK, mask_AK=valid_AK)
@@ -129,7 +130,7 @@ def _terms(
             confidence_logit_N.to(statistics.ce_N.dtype), statistics.alpha_N.clamp(0, 1), reduction="none"
         )
         loss_AK = to_grid(loss_N, valid_AK=valid_AK)
-        terms[CONFIDENCE] = Ratio(objective.confidence * (weights_AK * loss_AK).sum(), weights_AK.sum())
+        terms[CONFIDENCE] = Ratio(objective.confidence * (weights_AK * loss_AK).sum(), total_weight)
     return terms
 
 

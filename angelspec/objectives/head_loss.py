@@ -232,7 +232,8 @@ class _Recomputed(torch.autograd.Function):
                 per_channel = [gradient_weights(channel, measured.rows) for channel in request.channels]
                 weights = combine(per_channel, upstream_CN[:, positions_R])
                 sweep.logit_gradient(chunk, measured, weights, out_RV=measured.student_RV)
-                hidden_gradient_ND[positions_R] = sweep.pull_back(measured.student_RV)
+                if ctx.needs_input_grad[0]:
+                    hidden_gradient_ND[positions_R] = sweep.pull_back(measured.student_RV)
                 state_gradient_NR[positions_R] = measured.student_RV @ chunk.low_rank.weight_VR
                 weight_gradient_VR.addmm_(measured.student_RV.T, chunk.low_rank.state_NR)
         return (

@@ -18,7 +18,7 @@ BLOCK = 64
 
 
 class TopTokens(NamedTuple):
-    """The K largest logits of each row, in falling order, and the tokens that have them."""
+    """The K largest logits of each row, in no particular order, and the tokens that have them."""
 
     logits_RK: Tensor
     tokens_RK: Tensor
@@ -28,11 +28,11 @@ def top_tokens(logits_RV: Tensor, *, count: int) -> TopTokens:
     """Return the ``count`` largest entries of each row; which of several equal ones is unspecified, as in ``topk``."""
     num_blocks = logits_RV.shape[1] // BLOCK
     if 4 * count > num_blocks:
-        return TopTokens(*logits_RV.topk(count, 1))
+        return TopTokens(*logits_RV.topk(count, 1, sorted=False))
     whole_RGB, rest_RC = _blocks(logits_RV)
-    chosen_RK = whole_RGB.amax(2).topk(count, 1).indices
+    chosen_RK = whole_RGB.amax(2).topk(count, 1, sorted=False).indices
     candidates_RC = whole_RGB.gather(1, chosen_RK[:, :, None].expand(-1, -1, BLOCK)).flatten(1)
-    top_RK, places_RK = torch.cat([candidates_RC, rest_RC], 1).topk(count, 1)
+    top_RK, places_RK = torch.cat([candidates_RC, rest_RC], 1).topk(count, 1, sorted=False)
     in_rest_RK = places_RK >= candidates_RC.shape[1]
     block_RK = chosen_RK.gather(1, (places_RK // BLOCK).clamp(max=count - 1))
     tokens_RK = torch.where(

@@ -104,8 +104,9 @@ class VocabularySweep:
             if self.support.renormalise:
                 subset = _subset(tokens_RK, student_top_RK.log_softmax(1), teacher_top_RK.log_softmax(1))
             else:
-                best_T = teacher_top.tokens_RK[:, 0]
-                teacher_normaliser_T = teacher_top.logits_RK[:, 0] - _pick(teacher_TV, best_T).log()
+                best_logit_T, place_T = teacher_top.logits_RK.max(1)
+                best_T = _pick(teacher_top.tokens_RK, place_T)
+                teacher_normaliser_T = best_logit_T - _pick(teacher_TV, best_T).log()
                 subset = _subset(
                     tokens_RK,
                     student_top_RK - log_normaliser_R[:, None],

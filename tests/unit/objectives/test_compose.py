@@ -94,6 +94,12 @@ def test_the_token_term_is_the_weighted_mean_of_the_mixed_losses() -> None:
     torch.testing.assert_close(total_loss(found), expected.mean(), rtol=1e-4, atol=1e-5)
 
 
+def test_terms_with_the_same_weights_share_one_denominator_object() -> None:
+    """The trainer then differentiates micro-batches as they come, and divides once at the end."""
+    losses = terms(batch(), OBJECTIVES["dspark"]).losses
+    assert losses["token"].denominator is losses["confidence"].denominator
+
+
 def test_the_end_to_end_term_multiplies_alphas_along_each_block() -> None:
     given = batch()
     logits = given["hidden_ND"] @ given["head_VD"].T
