@@ -83,6 +83,7 @@ def hub_rows(name: str, source: PromptSource, *, commit: str) -> Iterator[Source
             so the run stops).
     """
     import datasets
+    import httpx
 
     number = 0
     try:
@@ -90,7 +91,7 @@ def hub_rows(name: str, source: PromptSource, *, commit: str) -> Iterator[Source
         for value in rows:
             number += 1
             yield _typed_row(number, value)
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+    except (ValueError, OSError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{source.source} (split {source.split}) failed after row {number}: {_first_line(error)}",
             mend="check split and subset, or download its files and use file:PATH",

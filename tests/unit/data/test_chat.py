@@ -69,7 +69,10 @@ def test_every_assistant_turn_is_a_row_of_its_own():
 
 
 def test_an_empty_turn_is_history_and_its_end_token_is_not_supervised():  # B2
-    row = one(fake_format(), ("user", "q"), ("assistant", ""), ("user", "q2"), ("assistant", "a2"))
+    turns = conversation(("user", "q"), ("assistant", ""), ("user", "q2"), ("assistant", "a2"))
+    result = rows_of_given([turns], fake_format())
+    (row,) = result.rows
+    assert result.rejected == [] and result.notes == []  # reading has already named the empty turn
     assert supervised(row) == "a2<|im_end|>" and row.id == "c#2"
     assert row.loss_mask.sum() == 3 and "assistant\n<|im_end|>" in unsupervised(row)
 

@@ -69,6 +69,14 @@ def test_orders_of_turns_that_no_server_produces_are_named_by_line(tmp_path):  #
     assert result["rows"] == 8 and set(result["reasons"]) == {*reasons(result).values(), *notes(result).values()}
 
 
+def test_two_assistant_turns_in_a_row(tmp_path):
+    path = write(
+        tmp_path / "a.jsonl", [chat("x", user("q"), assistant("a"), assistant("b"), user("c"), assistant("d"))]
+    )
+    assert reasons(check_files([path])) == {1: "assistant-after-assistant"}
+    assert check_files([path], responses="rollout")["accepted"] == 1
+
+
 def test_a_prompt_needs_no_answer_but_a_conversation_does_unless_answers_are_rolled_out(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"turns": ["a", "b"]}, {"prompt": "c"}, chat("x", user("d"))])
     assert reasons(check_files([path])) == {3: "no-assistant"}

@@ -40,6 +40,24 @@ def test_documents_stand_alone_in_the_rows():
     assert summary["documents_by_workload"] == {"chat": 2, "code": 1}
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_every_row_comes_back_out_of_the_packed_rows(seed):
+    draw = np.random.default_rng(seed)
+    rows = [row(f"r{i}", int(draw.integers(0, 20)), int(draw.integers(1, 20)), start=100 * i) for i in range(60)]
+    packed = pack(rows, row_length=40, pad_id=7)
+    found = {}
+    for number in packed.document_RT.unique().tolist():
+        where = packed.document_RT == number
+        if number < 0:
+            assert (packed.tokens_RT[where] == 7).all() and not packed.loss_mask_RT[where].any()
+            continue
+        line, column = where.nonzero(as_tuple=True)
+        assert line.unique().numel() == 1 and torch.equal(column, torch.arange(column[0], column[-1] + 1))
+        assert torch.equal(packed.position_RT[where], torch.arange(len(column), dtype=torch.int32))
+        found[packed.documents[number].id] = (packed.tokens_RT[where].tolist(), packed.loss_mask_RT[where].tolist())
+    assert found == {r.id: (r.tokens.tolist(), r.loss_mask.tolist()) for r in rows}
+
+
 def test_rows_and_workloads_can_be_chosen():
     packed = pack(some_rows(), row_length=15, pad_id=0)
     assert packed.rows([1]).tokens_RT.tolist() == packed.tokens_RT[1:].tolist()
