@@ -1,6 +1,8 @@
 """What must be survived: inputs that break such tools, each written here and checked by line."""
 
 import json
+import subprocess
+import sys
 import tracemalloc
 
 import pytest
@@ -352,3 +354,8 @@ def test_files_that_cannot_be_read_at_all(tmp_path, name, content, message):
 def test_a_missing_file(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         check_files([tmp_path / "none.jsonl"])
+
+
+def test_checking_files_loads_no_torch():
+    code = "import sys, angelspec.data.check; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
