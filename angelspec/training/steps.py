@@ -165,8 +165,9 @@ class BlockStep:
         if states.markov_AKR is not None:
             low_rank = LowRank(states.markov_AKR[valid_AK], self.drafter.markov_head.markov_w2.weight)
         confidence_AK = states.confidence_AK if objective.confidence else None
+        hidden_ND = states.corrected_AKD[valid_AK]
         terms = block_loss_terms(
-            states.corrected_AKD[valid_AK],
+            hidden_ND,
             objective=objective,
             head_VD=self._head_VD,
             labels_N=labels_AK[valid_AK],
@@ -176,12 +177,24 @@ class BlockStep:
             confidence_logit_N=None if confidence_AK is None else confidence_AK[valid_AK],
             workspace=self._workspace,
         )
-        stamps.append(time.perf_counter())
-        parts = ("target", "backbone", "head")
+        seconds = self._seconds(stamps, hidden_ND) if self._timed else {}
         return StepTerms(
             losses=terms.losses,
             counts=terms.counts,
             num_positions=int(valid_AK.sum()),
             num_refused_rows=int((~features.finite_R & ~idle_R.to(self._device)).sum()),
-            seconds={name: stamps[i + 1] - stamps[i] for i, name in enumerate(parts)} if self._timed else {},
+            seconds=seconds,
         )
+
+    @staticmethod
+    def _seconds(stamps: list[float], hidden_ND: Tensor) -> dict[str, float]:
+        """Time of each part; the head's backward pass ends when the gradient reaches its input and is added then."""
+        stamps.append(time.perf_counter())
+        seconds = {name: stamps[i + 1] - stamps[i] for i, name in enumerate(("target", "backbone", "head"))}
+        if hidden_ND.requires_grad:
+
+            def reached(gradient: Tensor) -> None:
+                seconds["head_backward"] = time.perf_counter() - stamps[-1]
+
+            hidden_ND.register_hook(reached)
+        return seconds

@@ -32,7 +32,8 @@ class StepTerms:
     num_refused_rows: int = 0
     """Rows left out because their features are not finite."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Where the time went (target, backbone, head); empty where a clock would need a synchronisation."""
+    """Where the time went (target, backbone, head and, after ``backward``, head_backward); empty where it is not
+    measured."""
 
 
 TermsOf = Callable[[Sequence[int]], StepTerms]
@@ -94,14 +95,15 @@ def compute_gradients(
         scales = {name: 1.0 / total if total else 0.0 for name, total in zip(names, totals, strict=True)}
 
     parts: list[StepTerms] = []
-    backward_seconds = 0.0
+    seconds: dict[str, float] = {}
     for number, rows in enumerate(micro_batches):
         terms = first if number == 0 else terms_of(rows)
         first = None
         started = clock() if clock else 0.0
         loss = torch.stack([terms.losses[name].numerator * scales[name] for name in names]).sum()
         loss.backward()
-        backward_seconds += clock() - started if clock else 0.0
+        if clock:
+            _add_seconds(seconds, terms.seconds, backward=clock() - started)
         detached = {name: Ratio(*(value.detach() for value in ratio)) for name, ratio in terms.losses.items()}
         parts.append(
             StepTerms(
@@ -109,7 +111,6 @@ def compute_gradients(
                 counts=terms.counts,
                 num_positions=terms.num_positions,
                 num_refused_rows=terms.num_refused_rows,
-                seconds=terms.seconds,
             )
         )
         del terms, loss
@@ -122,10 +123,6 @@ def compute_gradients(
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(total)
-    seconds: dict[str, float] = {"backward": backward_seconds} if clock else {}
-    for part in parts:
-        for key, value in part.seconds.items():
-            seconds[key] = seconds.get(key, 0.0) + value
     return Gradients(
         numerators=numerators,
         denominators=denominators,
@@ -152,6 +149,17 @@ def clip(parameters: Sequence[nn.Parameter], *, norm: float, limit: float) -> No
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(limit / norm)
+
+
+def _add_seconds(total: dict[str, float], measured: Mapping[str, float], *, backward: float) -> None:
+    """Add a micro-batch's times, its backward pass shared out between head and backbone."""
+    head = measured.get("head_backward", 0.0)
+    for key, value in {
+        "target": measured.get("target", 0.0),
+        "backbone": measured.get("backbone", 0.0) + backward - head,
+        "head": measured.get("head", 0.0) + head,
+    }.items():
+        total[key] = total.get(key, 0.0) + value
 
 
 def _denominator_groups(losses: Mapping[str, Ratio]) -> list[list[str]]:
