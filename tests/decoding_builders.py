@@ -88,7 +88,11 @@ class ScriptedProposer:
 
 
 def random_prompts(count, *, vocab_size, seed=0, longest=9):
-    """Prompts of 1 to ``longest`` tokens, none of them the stop token 1."""
+    """Distinct prompts of 1 to ``longest`` tokens, none of them the stop token 1."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
-    return [torch.randint(2, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    prompts = {}
+    while len(prompts) < count:
+        length = int(torch.randint(1, longest + 1, (1,), generator=generator))
+        prompt = torch.randint(2, vocab_size, (length,), generator=generator).tolist()
+        prompts[tuple(prompt)] = prompt
+    return list(prompts.values())

@@ -5,13 +5,20 @@ Legend: B batch rows, T tokens, F width of the tapped target features, K proposa
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from angelspec.core.errors import CheckpointError
 from angelspec.decoding.proposer import Proposals
+
+if TYPE_CHECKING:
+    from angelspec.drafters.block import BlockDrafter
+    from angelspec.targets.target import Target
 
 
 class NoProposer:
@@ -133,3 +140,76 @@ class _SuffixIndex:
             if start is not None:
                 return start, length
         return None
+
+
+class BlockProposer:
+    """A trained block drafter beside its target.
+
+    Args:
+        drafter: in evaluation mode, on the target's device.
+        target: gives embedding and vocabulary head.
+        name: shown in tables.
+        shortlist: candidates per slot that a sequential head rescores; None: the whole vocabulary (exact).
+
+    Raises:
+        CheckpointError: drafter and target do not fit.
+    """
+
+    def __init__(self, drafter: BlockDrafter, *, target: Target, name: str, shortlist: int | None = None) -> None:
+        conflicts = drafter.config.conflicts_with(target.geometry)
+        if conflicts:
+            raise CheckpointError(
+                f"drafter '{name}' does not fit target {target.name}: {'; '.join(conflicts)}",
+                mend="use a drafter trained for this target",
+            )
+        self.name = name
+        self.depth = drafter.config.num_proposals
+        self.layer_ids = tuple(drafter.config.target_layer_ids)
+        self.drafter, self.target, self.shortlist = drafter, target, shortlist
+
+    @cached_property
+    def digest(self) -> str:
+        """Content hash of configuration and weights."""
+        content = hashlib.sha256(self.drafter.config.model_dump_json().encode())
+        for name, tensor in sorted(self.drafter.state_dict().items()):
+            content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            content.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return content.hexdigest()[:16]
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        # Without a sequential head there is nothing to rescore.
+        shortlist = None if self.drafter.config.head == "none" else self.shortlist
+        return {"kind": "block", "digest": self.digest, "shortlist": shortlist}
+
+    def start(self, num_rows: int, *, capacity: int) -> None:
+        self._context = self.drafter.context_cache(num_rows, capacity=capacity)
+
+    def reset(self, rows: Tensor) -> None:
+        self._context.reset(rows)
+
+    def observe(
+        self, rows: Tensor, *, tokens_BT: Tensor, positions_BT: Tensor, taps_BTF: Tensor, counts_B: Tensor
+    ) -> None:
+        self.drafter.extend_context(
+            self._context, taps_BTF, counts_B=counts_B, positions_BT=positions_BT, rows=self._whole(rows)
+        )
+
+    def propose(
+        self, rows: Tensor, *, histories: Sequence[Sequence[int]], last_token_B: Tensor, position_B: Tensor
+    ) -> Proposals:
+        drafts = self.drafter.draft(
+            self._context,
+            anchor_tokens_B=last_token_B,
+            anchor_positions_B=position_B,
+            embedding_VD=self.target.embedding_VD,
+            head_VD=self.target.head_VD,
+            rows=self._whole(rows),
+            shortlist=self.shortlist,
+        )
+        return Proposals(drafts.tokens_BK, drafts.confidence_BK, torch.full_like(position_B, self.depth))
+
+    def _whole(self, rows: Tensor) -> Tensor | None:
+        """None where the rows are all of them in order, which spares a copy of the context."""
+        count = self._context.num_rows
+        return None if len(rows) == count and rows.tolist() == list(range(count)) else rows

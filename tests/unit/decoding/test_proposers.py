@@ -1,8 +1,14 @@
-"""Prompt lookup against its definition, and the proposer that proposes nothing."""
+"""Prompt lookup against its definition, the block drafter in the loop, and the proposer that proposes nothing."""
 
+import pytest
 import torch
+from decoding_builders import small_target
+from drafter_builders import tiny_drafter
 
-from angelspec.decoding.proposers import LookupProposer, NoProposer, copy_match, lookup_reference
+from angelspec.core.errors import CheckpointError
+from angelspec.decoding.plain import decode_without_cache
+from angelspec.decoding.proposers import BlockProposer, LookupProposer, NoProposer, copy_match, lookup_reference
+from angelspec.decoding.speculative import decode
 
 
 def _propose(proposer, histories, rows=None):
@@ -72,3 +78,64 @@ def test_no_proposer_offers_no_tokens():
     proposals = _propose(NoProposer(), [[1, 2], [3]])
     assert proposals.tokens_BK.shape == (2, 0)
     assert proposals.lengths_B.tolist() == [0, 0]
+
+
+def _fitting_drafter(name, **changes):
+    """A drafter for ``small_target(vocab_size=50, num_layers=3)``."""
+    fit = {"hidden_size": 32, "target_hidden_size": 32, "target_num_layers": 3, "target_layer_ids": (0, 1, 2)}
+    return tiny_drafter(name, **fit, **changes)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflare", "dspark", "dfly"])
+def test_a_block_drafter_keeps_its_context_through_rollbacks(name):
+    """What it drafts in the loop is what it drafts from the whole history at once."""
+    target = small_target(vocab_size=50, num_layers=3)
+    drafter = _fitting_drafter(name, block_size=4).eval()
+    proposer = BlockProposer(drafter, target=target, name=name)
+    calls = 0
+    inner = proposer.propose
+
+    def checked(rows, *, histories, last_token_B, position_B):
+        nonlocal calls
+        proposals = inner(rows, histories=histories, last_token_B=last_token_B, position_B=position_B)
+        for index, history in enumerate(histories):
+            fresh = drafter.context_cache(1, capacity=len(history))
+            drafter.extend_context(
+                fresh, target.forward(torch.tensor([history[:-1]]), layer_ids=proposer.layer_ids).taps_BTF
+            )
+            drafts = drafter.draft(
+                fresh,
+                anchor_tokens_B=torch.tensor([history[-1]]),
+                anchor_positions_B=torch.tensor([len(history) - 1]),
+                embedding_VD=target.embedding_VD,
+                head_VD=target.head_VD,
+            )
+            assert proposals.tokens_BK[index].tolist() == drafts.tokens_BK[0].tolist()
+            torch.testing.assert_close(proposals.confidence_BK[index], drafts.confidence_BK[0], atol=1e-3, rtol=1e-3)
+            calls += 1
+        return proposals
+
+    proposer.propose = checked
+    prompts = [[2 + i % 5, 3, 7][: 1 + i % 3] for i in range(4)]
+    run = decode(target, proposer, prompts, max_new_tokens=9, temperature=0.0, seed=0, batch_size=2)
+    plain = decode_without_cache(target, prompts, max_new_tokens=9, temperature=0.0, seed=0)
+    assert [answer.tokens for answer in run.answers] == [answer.tokens for answer in plain]
+    assert calls >= 12
+
+
+def test_identity_follows_weights_and_shortlist():
+    target = small_target(vocab_size=50, num_layers=3)
+
+    def identity(seed=0, shortlist=None, name="dfly"):
+        drafter = _fitting_drafter(name, seed=seed)
+        return dict(BlockProposer(drafter, target=target, name="x", shortlist=shortlist).identity)
+
+    assert identity() == identity()
+    assert identity() != identity(seed=1)
+    assert identity() != identity(shortlist=8)
+    assert identity(name="dflash") == identity(name="dflash", shortlist=8)
+
+
+def test_a_drafter_of_another_target_is_refused():
+    with pytest.raises(CheckpointError, match="vocab_size is 50 but the target has 32"):
+        BlockProposer(_fitting_drafter("dfly"), target=small_target(num_layers=3), name="foreign")

@@ -1,0 +1,1 @@
+"""Acceptance by real decoding, reports and plots."""
