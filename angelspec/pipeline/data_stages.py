@@ -322,9 +322,7 @@ def _run_pack(work: Work) -> StageOutput:
     digests = []
     for name, part in (("train", split.train), ("held-out", split.held_out)):
         packed = pack(part, row_length=recipe.pack.row_length, pad_id=0)
-        packed.require_tokens(
-            vocab_size=recipe.target.geometry.vocab_size, mask_token_id=recipe.drafter.mask_token_id
-        )
+        packed.require_tokens(vocab_size=recipe.target.geometry.vocab_size, mask_token_id=recipe.drafter.mask_token_id)
         packed.save(work.folder / name)
         summary[name] = packed.summary()
         digests.append(packed.digest)

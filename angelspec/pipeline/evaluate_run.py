@@ -100,7 +100,9 @@ def evaluate_checkpoints(
         loaded = load_drafter(path, geometry=target.geometry, embedding_VD=target.embedding_VD)
         drafter = loaded.drafter.eval().requires_grad_(False)
         proposers.append(BlockProposer(drafter, target=target, name=name, shortlist=recipe.evaluation.shortlist))
-        descriptions[name] = f"{loaded.config.algorithm}, {loaded.config.num_layers} layers, block {loaded.config.block_size}"
+        descriptions[name] = (
+            f"{loaded.config.algorithm}, {loaded.config.num_layers} layers, block {loaded.config.block_size}"
+        )
     folder = output or Path("runs") / "evaluation"
     settings = measure_settings(recipe)
     if cut is not None:
@@ -129,7 +131,9 @@ def evaluate_checkpoints(
 def _names(checkpoints: Sequence[Path]) -> list[str]:
     names = [path.resolve().name for path in checkpoints]
     if len(set(names)) < len(names) or "drafter" in names:
-        names = [f"{path.resolve().parent.name}" if path.resolve().name == "drafter" else str(path) for path in checkpoints]
+        names = [
+            f"{path.resolve().parent.name}" if path.resolve().name == "drafter" else str(path) for path in checkpoints
+        ]
     if len(set(names)) < len(names):
         names = [str(path) for path in checkpoints]
     if len(set(names)) < len(names):

@@ -28,10 +28,10 @@ from angelspec.drafters.block import BlockDrafter
 from angelspec.drafters.checkpoint import load_drafter, save_drafter
 from angelspec.evaluation.acceptance import check_exactness, measure, measure_speed, num_answers
 from angelspec.evaluation.plots import plot_report
-from angelspec.evaluation.training_plots import plot_training
 from angelspec.evaluation.report import DrafterFacts, Machine, Report, SuiteFacts, TargetFacts, to_markdown
 from angelspec.evaluation.results import MeasureSettings, SuiteResult
 from angelspec.evaluation.suites import Suite
+from angelspec.evaluation.training_plots import plot_training
 from angelspec.pipeline.estimates import amounts
 from angelspec.pipeline.progress import Progress
 from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
@@ -189,7 +189,9 @@ def _run_evaluate(work: Work) -> StageOutput:
     )
     config = recipe.drafter_config()
     lookup = lookup_proposer(recipe)
-    drafter = BlockProposer(trained_drafter(work), target=target, name=recipe.name, shortlist=recipe.evaluation.shortlist)
+    drafter = BlockProposer(
+        trained_drafter(work), target=target, name=recipe.name, shortlist=recipe.evaluation.shortlist
+    )
     report = measured_report(
         target,
         [drafter, lookup],
@@ -214,7 +216,9 @@ def _run_evaluate(work: Work) -> StageOutput:
     save_report(report, work.folder, metrics=metrics)
     counts = [result.model_dump(mode="json", exclude={"seconds", "total_seconds"}) for result in report.results]
     exact = [result.model_dump(mode="json") for result in report.exactness]
-    return StageOutput(fingerprint([counts, exact]), {"report": "report.json", "exact": all(r.exact for r in report.exactness)})
+    return StageOutput(
+        fingerprint([counts, exact]), {"report": "report.json", "exact": all(r.exact for r in report.exactness)}
+    )
 
 
 def _evaluate_inputs(recipe: Recipe) -> Mapping[str, Any]:
@@ -275,7 +279,9 @@ def _manifest(work: Work, report: Report) -> DrafterManifest:
                 for item, stage in zip(recipe.training.stages, stages, strict=True)
             ),
             data_fingerprints={
-                name: before[name].output.digest for name in ("prompts", "decontaminate", "rollout", "pack") if name in before
+                name: before[name].output.digest
+                for name in ("prompts", "decontaminate", "rollout", "pack")
+                if name in before
             },
             workloads=packed["documents_by_workload"],
             held_out_accepted_length=stages[-1].output.summary["held_out_accepted_length"],
@@ -320,7 +326,9 @@ def _run_export(work: Work) -> StageOutput:
     save_drafter(drafter, folder, dtype=dtype, manifest=_manifest(work, report), embedding_VD=embedding)
     loaded = load_drafter(folder, geometry=recipe.target.geometry)
     wrong = [
-        name for name, tensor in loaded.drafter.state_dict().items() if not torch.equal(tensor, drafter.state_dict()[name])
+        name
+        for name, tensor in loaded.drafter.state_dict().items()
+        if not torch.equal(tensor, drafter.state_dict()[name])
     ]
     if wrong:
         raise CheckpointError(f"the export does not load back as it was: {', '.join(wrong)}")

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress as RichProgress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
 from rich.progress import Task as RichTask
-from rich.progress import ProgressColumn
 from rich.text import Text
 
 _LINE_SECONDS = 15.0

@@ -22,7 +22,9 @@ from angelspec.serving.instructions import serve_instructions
 DRAFTER_FOLDER = "drafter"
 
 
-def run_recipe(recipe: Recipe, *, output: Path, store: Path, quiet: bool = False) -> Path:
+def run_recipe(
+    recipe: Recipe, *, output: Path, store: Path, quiet: bool = False, progress: Progress | None = None
+) -> Path:
     """Run a resolved recipe and return the folder of the exported drafter.
 
     Args:
@@ -30,13 +32,14 @@ def run_recipe(recipe: Recipe, *, output: Path, store: Path, quiet: bool = False
         output: gets ``recipe.yaml``, ``stages.json``, ``drafter/`` with its report.
         store: folder of the stages; runs that share it share finished stages.
         quiet: show no progress and print no table.
+        progress: where to show progress; None: the console.
 
     Raises:
         MissingRequirement: this machine cannot run it (before anything is downloaded).
         AngelspecError: a stage cannot go on; finished and half-finished stages stay.
     """
     check_requirements(recipe, output=output)
-    progress = Progress(quiet=quiet)
+    progress = progress or Progress(quiet=quiet)
     resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     write_text_atomic(output / "recipe.yaml", resolved)
     stages = stages_of(recipe)

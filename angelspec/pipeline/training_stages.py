@@ -60,7 +60,9 @@ def _training_stage(recipe: Recipe, index: int) -> Stage:
 
     stage = recipe.training.stages[index]
     length = f"{stage.epochs:g} epochs" if stage.steps is None else f"{stage.steps} steps"
-    terms = {key: value for key, value in stage.objective.model_dump().items() if isinstance(value, float) and value > 0}
+    terms = {
+        key: value for key, value in stage.objective.model_dump().items() if isinstance(value, float) and value > 0
+    }
     named = ", ".join(key for key in terms if key in ("ce", "kl", "tv", "l1", "lk", "end_to_end_tv", "confidence"))
 
     def estimate(recipe: Recipe) -> Estimate:
@@ -142,7 +144,9 @@ def _run(work: Work, index: int) -> StageOutput:
     return StageOutput(_tensors_digest(weights), summary)
 
 
-def _features(work: Work, section: TrainingSection, layer_ids: tuple[int, ...], rows: Mapping[str, Any]) -> dict[str, Any]:
+def _features(
+    work: Work, section: TrainingSection, layer_ids: tuple[int, ...], rows: Mapping[str, Any]
+) -> dict[str, Any]:
     target = work.session.target(work.recipe.target.dtype)
     made = {}
     for name, packed in rows.items():
@@ -159,9 +163,7 @@ def _features(work: Work, section: TrainingSection, layer_ids: tuple[int, ...], 
 
 
 def _initial_weights(recipe: Recipe) -> dict[str, Tensor]:
-    loaded = load_drafter(
-        Path(recipe.drafter.initial_checkpoint).expanduser(), geometry=recipe.target.geometry
-    )
+    loaded = load_drafter(Path(recipe.drafter.initial_checkpoint).expanduser(), geometry=recipe.target.geometry)
     return dict(loaded.drafter.state_dict())
 
 
@@ -171,5 +173,3 @@ def _tensors_digest(tensors: Mapping[str, Tensor]) -> str:
         content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         content.update(tensor.detach().cpu().contiguous().view(-1).numpy().tobytes())
     return content.hexdigest()[:32]
-
-

@@ -1,0 +1,197 @@
+"""A whole recipe on a tiny random target: straight, interrupted anywhere, changed, and read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from angelspec.core.files import read_json
+from angelspec.core.manifest import DrafterManifest
+from angelspec.core.recipe_files import load_recipe
+from angelspec.drafters.checkpoint import inspect_checkpoint
+from angelspec.evaluation.report import Report
+from angelspec.pipeline.progress import Meter, Progress
+from angelspec.pipeline.recipe_run import run_recipe
+
+NAME = "tiny-dfly-llama"
+
+
+class Recorder(Progress):
+    """Remembers what was said, and raises KeyboardInterrupt at its n-th event."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        super().__init__(quiet=True)
+        self.said: list[str] = []
+        self.events = 0
+        self.stop_at = stop_at
+
+    def _event(self) -> None:
+        self.events += 1
+        if self.events == self.stop_at:
+            raise KeyboardInterrupt
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+        self._event()
+
+    def meter(self, name, *, total, unit):
+        recorder = self
+
+        class Counting(Meter):
+            def __call__(self, done, *, total=None, note=""):
+                recorder._event()
+
+        from contextlib import nullcontext
+
+        return nullcontext(Counting(self, name, total, unit))
+
+    @property
+    def reused(self) -> list[str]:
+        return [line.split("]")[1].split(":")[0].strip() for line in self.said if ": reused (" in line]
+
+    @property
+    def ran(self) -> list[str]:
+        return [line.split("]")[1].split(":")[0].strip() for line in self.said if ": done in " in line]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory):
+    patch = pytest.MonkeyPatch()
+    patch.setenv("ANGELSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+    yield
+    patch.undo()
+
+
+def run(folder: Path, *overrides: str, progress: Progress | None = None, name: str = NAME) -> Path:
+    recipe = load_recipe(name, overrides=overrides)
+    return run_recipe(recipe, output=folder, store=folder / "store", quiet=True, progress=progress)
+
+
+def content(drafter: Path) -> dict[str, bytes]:
+    return {
+        name: (drafter / name).read_bytes() for name in ("model.safetensors", "config.json", "angelspec_manifest.json")
+    }
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> tuple[Path, Recorder]:
+    folder = tmp_path_factory.mktemp("straight")
+    recorder = Recorder()
+    run(folder, progress=recorder)
+    return folder, recorder
+
+
+def test_ends_with_a_checked_drafter_and_its_report(straight):
+    folder, _ = straight
+    drafter = folder / "drafter"
+    assert inspect_checkpoint(drafter) == []
+    manifest = DrafterManifest.read(drafter)
+    assert manifest.mode == "no-think"
+    assert manifest.recipe == load_recipe(NAME)
+    assert [stage.name for stage in manifest.training.stages] == ["cold-start", "end-to-end"]
+    assert manifest.training.supervised_positions > 0
+    report = Report.load(drafter / "report.json")
+    assert {d.name for d in report.drafters} == {NAME, "prompt lookup"}
+    assert report.temperatures == (0.0, 1.0)
+    assert all(result.exact for result in report.exactness)
+    text = (drafter / "report.md").read_text()
+    assert "accepted length" in text
+    for line in text.splitlines():
+        if line.startswith("!["):
+            assert (drafter / line.split("](")[1].rstrip(")")).stat().st_size > 1000
+
+
+def test_a_second_run_reuses_every_stage(straight):
+    folder, first = straight
+    again = Recorder()
+    before = content(folder / "drafter")
+    run(folder, progress=again)
+    assert again.ran == []
+    assert again.reused == first.ran
+    assert content(folder / "drafter") == before
+
+
+@pytest.mark.parametrize("stride", [7, 23])
+def test_interrupted_anywhere_and_resumed_gives_the_same_bytes(straight, tmp_path, stride):
+    folder, first = straight
+    interruptions = 0
+    for attempt in range(400):
+        recorder = Recorder(stop_at=stride + attempt % 3)
+        try:
+            run(tmp_path / "run", progress=recorder)
+            break
+        except KeyboardInterrupt:
+            interruptions += 1
+    assert interruptions >= first.events // (4 * stride)
+    assert content(tmp_path / "run" / "drafter") == content(folder / "drafter")
+
+
+@pytest.mark.parametrize(
+    ("override", "rerun"),
+    [
+        ("evaluation.max_new_tokens=12", ["evaluate", "export"]),
+        ("training.stages.end-to-end.steps=4", ["train-end-to-end", "evaluate", "export"]),
+        ("training.stages.cold-start.steps=12", ["train-cold-start", "train-end-to-end", "evaluate", "export"]),
+        ("training.log_every=1", ["export"]),
+        ("rollout.max_repeated_share=0.99", ["pack", "export"]),
+        ("description=another", ["export"]),
+    ],
+)
+def test_a_changed_value_reruns_exactly_what_depends_on_it(straight, override, rerun):
+    folder, first = straight
+    recorder = Recorder()
+    run(folder, override, progress=recorder)
+    assert recorder.ran == rerun
+    assert recorder.reused == [name for name in first.ran if name not in rerun]
+
+
+def test_stage_records_hold_their_digests(straight):
+    folder, first = straight
+    stages = read_json(folder / "stages.json")
+    assert list(stages) == first.ran
+    assert all(Path(item["folder"], "stage.json").is_file() for item in stages.values())
+
+
+@pytest.mark.parametrize("name", ["tiny-dfly-qwen3", "tiny-dfly-hy3"])
+def test_other_families_run_too(tmp_path, name):
+    drafter = run(tmp_path, name=name)
+    assert inspect_checkpoint(drafter) == []
+    assert all(result.exact for result in Report.load(drafter / "report.json").exactness)
+
+
+@pytest.mark.parametrize("algorithm", ["dflash", "dflare", "dspark"])
+def test_other_drafters_run_too(tmp_path, algorithm):
+    objective = "{ce: 0.1, l1: 0.9, confidence: 1.0}" if algorithm == "dspark" else "{lk: 1.0, top_k: 10}"
+    drafter = run(
+        tmp_path,
+        f"drafter.algorithm={algorithm}",
+        f"training.stages.cold-start.objective={objective}",
+        "drafter.markov_rank=8",
+        "evaluation.temperatures=[0]",
+    )
+    assert DrafterManifest.read(drafter).algorithm == algorithm
+    assert inspect_checkpoint(drafter) == []
+
+
+def test_given_answers_need_no_rollout(tmp_path):
+    rows = "".join(
+        f'{{"id": "{i}", "workload": "chat", "messages": [{{"role": "user", "content": "say {i}"}}, '
+        f'{{"role": "assistant", "content": "I say {i} and {i + 1} as you asked."}}]}}\n'
+        for i in range(24)
+    )
+    (tmp_path / "rows.jsonl").write_text(rows)
+    recorder = Recorder()
+    run(
+        tmp_path / "run",
+        "data.responses=given",
+        f"data.train=[{{name: mine, source: 'file:{tmp_path / 'rows.jsonl'}'}}]",
+        progress=recorder,
+    )
+    assert "rollout" not in recorder.ran
+    assert "export" in recorder.ran
+
+
+def test_high_think_is_another_rollout_with_another_manifest(tmp_path):
+    drafter = run(tmp_path, "mode=high-think", "evaluation.temperatures=[0]")
+    assert DrafterManifest.read(drafter).mode == "high-think"

@@ -1,0 +1,56 @@
+"""What is missing is said before anything is downloaded."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from angelspec.core.errors import MissingRequirement
+from angelspec.core.recipe_files import list_recipes, load_recipe
+from angelspec.pipeline.plan import print_plan
+from angelspec.pipeline.recipe_run import run_recipe
+from angelspec.pipeline.requirements import missing_requirements
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a connection was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def test_a_gpu_recipe_stops_before_any_download(tmp_path, no_network, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(MissingRequirement) as caught:
+        run_recipe(load_recipe("hy3-dfly-nothink"), output=tmp_path / "run", store=tmp_path / "store", quiet=True)
+    assert "a way to stream features" in str(caught.value)
+    assert "295 billion" in str(caught.value)
+    assert "CUDA accelerator" in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_little_accelerator_memory_is_said_in_numbers(monkeypatch):
+    class Card:
+        total_memory = 24 * 2**30
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: Card)
+    missing = missing_requirements(load_recipe("qwen3-8b-dfly-nothink"), output=Path())
+    assert any("80 GiB of accelerator memory: 24 GiB" in item for item in missing)
+
+
+def test_the_embedded_recipes_run_here():
+    assert missing_requirements(load_recipe("smollm2-dfly-nothink"), output=Path()) == []
+
+
+@pytest.mark.parametrize("name", [summary.name for summary in list_recipes()])
+def test_every_recipe_is_planned_without_network_or_model(name, no_network, capsys):
+    print_plan(load_recipe(name))
+    text = capsys.readouterr().out
+    for stage in ("target", "prompts", "decontaminate", "rollout", "pack", "train-", "evaluate", "export"):
+        assert stage in text
