@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from angelspec.drafters.layers import RMSNorm, linear
+from angelspec.drafters.layers import RMSNorm, add_linear, linear
 from angelspec.ops.activation import gated_silu
 
 
@@ -32,7 +32,7 @@ class HiddenCorrection(nn.Module):
         """Correct ``hidden`` [..., D] by the embedding [..., D] of the token before each slot."""
         inputs = torch.cat([self.hidden_norm(hidden), self.embed_norm(previous_embedding)], dim=-1)
         inner = gated_silu(linear(inputs, self.gate_proj.weight, dtype), linear(inputs, self.up_proj.weight, dtype))
-        return hidden + linear(inner, self.down_proj.weight, dtype)
+        return add_linear(hidden, inner, self.down_proj.weight, dtype)
 
 
 class MarkovHead(nn.Module):

@@ -29,6 +29,15 @@ def linear(states: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     return F.linear(states.to(dtype), weight.to(dtype))
 
 
+def add_linear(residual: Tensor, states: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``residual + linear(states)``, added inside the product where all of it has one dtype."""
+    dtype = weight.dtype if dtype is None else dtype
+    if residual.dtype == weight.dtype == dtype:
+        flat = torch.addmm(residual.flatten(0, -2), states.flatten(0, -2).to(dtype), weight.t())
+        return flat.view(residual.shape)
+    return residual + linear(states, weight, dtype)
+
+
 class RMSNorm(nn.Module):
     """:func:`angelspec.ops.norm.rms_norm` with its weight."""
 
@@ -94,10 +103,11 @@ class BlockMLP(nn.Module):
         self.up_proj = _matrix(config.hidden_size, config.intermediate_size)
         self.down_proj = _matrix(config.intermediate_size, config.hidden_size)
 
-    def forward(self, states: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """[..., D] to [..., D]."""
+    def forward(self, residual: Tensor, states: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """``residual`` plus the gated product of ``states``, [..., D] both."""
         gate = linear(states, self.gate_proj.weight, dtype)
-        return linear(gated_silu(gate, linear(states, self.up_proj.weight, dtype)), self.down_proj.weight, dtype)
+        inner = gated_silu(gate, linear(states, self.up_proj.weight, dtype))
+        return add_linear(residual, inner, self.down_proj.weight, dtype)
 
 
 def _per_slot(shared: Tensor, num_slots: int, *, from_slot: int) -> Tensor:
@@ -147,5 +157,5 @@ class BlockLayer(nn.Module):
             residual = states[:, from_slot:]
         query = rotate(query, cos[:, from_slot:], sin[:, from_slot:])
         mixed = attend(self.index, query, rotate(key, cos, sin), value).flatten(2)
-        residual = residual + linear(mixed, self.self_attn.o_proj.weight, dtype)
-        return residual + self.mlp(self.post_attention_layernorm(residual), dtype)
+        residual = add_linear(residual, mixed, self.self_attn.o_proj.weight, dtype)
+        return self.mlp(residual, self.post_attention_layernorm(residual), dtype)

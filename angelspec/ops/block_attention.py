@@ -5,8 +5,9 @@ as keys, Q block slots that ask (K, or fewer in a last layer), H query heads, G 
 per key-value head, C head channels.
 
 The frugal path sorts nothing and masks little: anchors come ordered, so neighbours see nearly the same context. Each
-group of neighbours multiplies with its own stretch of the row and with its own blocks only; the scores of a group are
-the largest thing that is ever held, and the backward pass computes them again.
+group of neighbours multiplies with its own stretch of the row and with its own blocks only. Its weights are kept for
+the backward pass while they are few, and computed again where they would be many: the scores of one group are then the
+largest thing that is ever held.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from angelspec.ops.anchors import Anchors, document_starts
 
 GROUP_ANCHORS = 16
 """Anchors per group. Fewer waste less on masked scores, more make larger products; chosen by measurement."""
+KEPT_WEIGHTS = 2**24
+"""Attention weights that a layer may keep for its backward pass (64 MiB); beyond, they are computed again."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,11 @@ class AttentionPlan:
 
     groups: tuple[_Group, ...]
     num_anchors: int
+
+    @property
+    def visible(self) -> int:
+        """Context tokens of all groups, each counted once per anchor of its group."""
+        return sum((group.high - group.low) * (group.last - group.first) for group in self.groups)
 
 
 def plan_attention(document_RT: Tensor, anchors: Anchors, *, group_anchors: int = GROUP_ANCHORS) -> AttentionPlan:
@@ -115,6 +123,8 @@ class _BlockAttention(torch.autograd.Function):
         folded_GYC = _fold(query_AQHC, heads_per_group)
         out_GYC = torch.empty_like(folded_GYC)
         rows_per_anchor = query_AQHC.shape[1] * heads_per_group
+        keys = plan.visible + plan.num_anchors * block_key_AKGC.shape[1]
+        kept = [] if keys * rows_per_anchor * block_key_AKGC.shape[2] <= KEPT_WEIGHTS else None
         for group in plan.groups:
             span = slice(group.first * rows_per_anchor, group.last * rows_per_anchor)
             key_GSC, value_GSC, key_GJKC, value_GJKC = _group_keys(
@@ -122,6 +132,9 @@ class _BlockAttention(torch.autograd.Function):
             )
             weight_GYX = _weights(folded_GYC[:, span], key_GSC, key_GJKC, group)
             _combine(weight_GYX, value_GSC, value_GJKC, out_GYC[:, span])
+            if kept is not None:
+                kept.append(weight_GYX)
+        ctx.kept = kept
         ctx.save_for_backward(
             folded_GYC, context_key_RTGC, context_value_RTGC, block_key_AKGC, block_value_AKGC, out_GYC
         )
@@ -140,7 +153,7 @@ class _BlockAttention(torch.autograd.Function):
         grad_query_GYC = torch.empty_like(folded_GYC)
         grad_context_key, grad_context_value = torch.zeros_like(context_key), torch.zeros_like(context_value)
         grad_block_key, grad_block_value = torch.empty_like(block_key), torch.empty_like(block_value)
-        for group in ctx.plan.groups:
+        for number, group in enumerate(ctx.plan.groups):
             span = slice(group.first * rows_per_anchor, group.last * rows_per_anchor)
             stretch = slice(group.low, group.high)
             key_GSC, value_GSC, key_GJKC, value_GJKC = _group_keys(
@@ -148,7 +161,7 @@ class _BlockAttention(torch.autograd.Function):
             )
             query_GYC, grad_GYC = folded_GYC[:, span], grad_out_GYC[:, span]
             num_context = group.high - group.low
-            weight_GYX = _weights(query_GYC, key_GSC, key_GJKC, group)
+            weight_GYX = _weights(query_GYC, key_GSC, key_GJKC, group) if ctx.kept is None else ctx.kept[number]
             grad_GJYC, query_GJYC = _by_block(grad_GYC, group), _by_block(query_GYC, group)
 
             own_GJYK = _by_block(weight_GYX[..., num_context:], group)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import angelspec.ops.block_attention as block_attention_module
 from angelspec.ops.anchors import Anchors, sample_anchors
 from angelspec.ops.block_attention import block_attention, block_attention_reference, plan_attention
 from angelspec.ops.masks import dense_block_mask
@@ -43,9 +44,11 @@ def frugal(document, anchors, inputs, group_anchors):
     )
 
 
+@pytest.mark.parametrize("kept", [0, 10**9])
 @pytest.mark.parametrize("group_anchors", [1, 3, 64])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_equals_dense_in_output_and_gradient(layout, group_anchors):
+def test_equals_dense_in_output_and_gradient(layout, group_anchors, kept, monkeypatch):
+    monkeypatch.setattr(block_attention_module, "KEPT_WEIGHTS", kept)
     for queries, num_anchors in [(4, 50), (3, 5)]:
         document, anchors, inputs = case(layout, queries=queries, num_anchors=num_anchors)
         mask = dense_block_mask(document, anchors, block_size=4).unflatten(0, (-1, 4))[:, 4 - queries :].flatten(0, 1)
@@ -91,7 +94,8 @@ def test_the_plan_refuses_unordered_anchors():
             plan_attention(document, Anchors(torch.zeros(2, dtype=torch.long), torch.tensor(position)))
 
 
-def test_scores_of_all_pairs_are_never_held():
+def test_scores_of_all_pairs_are_never_held(monkeypatch):
+    monkeypatch.setattr(block_attention_module, "KEPT_WEIGHTS", 0)
     document = torch.zeros(1, 400, dtype=torch.long)
     anchors = sample_anchors(document >= 0, document, block_size=4, num_anchors=300)
     shapes = [
