@@ -32,3 +32,14 @@ def check_command(path: Path, as_json: bool) -> None:
         for problem in problems:
             click.echo(f"  {problem.code}: {problem.detail}" + (f"\n    mend: {problem.mend}" if problem.mend else ""))
     sys.exit(1 if problems else 0)
+
+
+@checkpoint.command("convert")
+@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option("--to", "dialect", required=True, help="angelspec, or a public dialect that can express the drafter.")
+def convert_command(path: Path, output: Path, dialect: str) -> None:
+    """Write the drafter PATH to the folder OUTPUT under the tensor and configuration names of another loader."""
+    from angelspec.drafters.checkpoint import convert_checkpoint
+
+    click.echo(f"written: {convert_checkpoint(path, output, dialect=dialect)}")

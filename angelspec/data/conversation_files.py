@@ -13,7 +13,7 @@ from angelspec.data.conversation import Conversation, Message, ToolCall
 
 
 def write_conversations(path: Path, conversations: Iterable[Conversation]) -> None:
-    """Write one JSON line per conversation, atomically. Where it was read from is left out: equal content, equal bytes."""
+    """Write one JSON line per conversation, atomically; without where it was read, so that equal content is equal bytes."""
     lines = []
     for conversation in conversations:
         value = asdict(conversation)
@@ -39,5 +39,7 @@ def read_conversations(path: Path) -> list[Conversation]:
                 )
                 conversations.append(Conversation(messages=messages, tools=tuple(value.pop("tools")), **value))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: not a list of conversations ({error})", mend="delete its stage folder and run again") from error
+        raise DataError(
+            f"{path}: not a list of conversations ({error})", mend="delete its stage folder and run again"
+        ) from error
     return conversations

@@ -19,7 +19,8 @@ from angelspec.pipeline.requirements import missing_requirements
 
 _GIB = 2**30
 _CORE_PACKAGES = (
-    "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "datasets", "pydantic", "accelerate", "gguf",
+    "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "datasets", "pydantic", "accelerate",
+    "gguf",
 )  # fmt: skip
 _OPTIONAL_PACKAGES = {
     "modelscope": ("models from ModelScope", "pip install 'angelspec[modelscope]'"),

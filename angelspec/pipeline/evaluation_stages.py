@@ -204,8 +204,8 @@ def _run_evaluate(work: Work) -> StageOutput:
         title=recipe.name,
         commands=(f"angelspec recipe run {recipe.name}",),
         descriptions={
-            drafter.name: f"{config.algorithm}, {config.num_layers} layers, taps {list(config.target_layer_ids)}, block "
-            f"{config.block_size}, {amounts(recipe).drafter_parameters / 1e6:.1f}M parameters, {recipe.export.dtype}",
+            drafter.name: f"{config.algorithm}, {config.num_layers} layers, taps {list(config.target_layer_ids)}, "
+            f"block {config.block_size}, {amounts(recipe).drafter_parameters / 1e6:.1f}M parameters, {recipe.export.dtype}",
             lookup.name: lookup_description(recipe),
         },
     )

@@ -72,7 +72,8 @@ class Progress:
         self.bars = (
             RichProgress(
                 SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=28),
-                TextColumn("{task.percentage:>3.0f}%"), _Rate(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+                TextColumn("{task.percentage:>3.0f}%"), _Rate(), TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
                 console=self.console, transient=True,
             )
             if self.console.is_terminal and not quiet

@@ -9,6 +9,9 @@ from pathlib import Path
 from angelspec.core.drafter_config import BlockDrafterConfig
 from angelspec.core.modes import Mode, mode_family
 
+_SGLANG_ALGORITHMS = {"dflash": "DFLASH", "dspark": "DSPARK"}
+"""Drafters that SGLang serves by itself, under their names there."""
+
 
 @dataclass(frozen=True)
 class ServeInstruction:
@@ -28,18 +31,20 @@ def serve_instructions(
     """
     arguments = json.dumps(mode_family(family).arguments(mode))
     request = f"send chat_template_kwargs={arguments} with every request: the drafter is trained for {mode} only"
-    slots, proposals = config.block_size, config.num_proposals
-    if config.algorithm == "dflash":
+    if config.algorithm in _SGLANG_ALGORITHMS:
+        name = _SGLANG_ALGORITHMS[config.algorithm]
+        served = f"{checkpoint}-{config.algorithm}"
         return [
             ServeInstruction(
                 "SGLang",
-                f"sglang serve --model-path {target} --speculative-algorithm DFLASH "
-                f"--speculative-draft-model-path {checkpoint} --speculative-num-draft-tokens {slots}",
-                f"convert first: angelspec checkpoint convert --to dflash (block_size counts the anchor: {slots} slots "
-                f"propose {proposals}); {request}",
+                f"angelspec checkpoint convert {checkpoint} {served} --to {config.algorithm} && sglang serve "
+                f"--model-path {target} --speculative-algorithm {name} --speculative-draft-model-path {served}",
+                request,
             )
         ]
-    settings = json.dumps({"method": "dspark", "model": str(checkpoint), "num_speculative_tokens": proposals})
+    settings = json.dumps(
+        {"method": "dspark", "model": str(checkpoint), "num_speculative_tokens": config.num_proposals}
+    )
     return [
         ServeInstruction(
             "vLLM with the DFly pull request 50246",
