@@ -205,7 +205,8 @@ def _run_evaluate(work: Work) -> StageOutput:
         commands=(f"angelspec recipe run {recipe.name}",),
         descriptions={
             drafter.name: f"{config.algorithm}, {config.num_layers} layers, taps {list(config.target_layer_ids)}, "
-            f"block {config.block_size}, {amounts(recipe).drafter_parameters / 1e6:.1f}M parameters, {recipe.export.dtype}",
+            f"block {config.block_size}, {amounts(recipe).drafter_parameters / 1e6:.1f}M parameters, "
+            f"{recipe.export.dtype}",
             lookup.name: lookup_description(recipe),
         },
     )
