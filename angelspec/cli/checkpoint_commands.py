@@ -19,23 +19,25 @@ def checkpoint() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check_command(path: Path, as_json: bool) -> None:
     """Say by name what is wrong with the drafter folder or file PATH; exit 1 if anything is."""
-    from angelspec.drafters.checkpoint import inspect_checkpoint
+    from angelspec.drafters.checkpoint import examine_checkpoint
 
-    problems = inspect_checkpoint(path)
+    found = examine_checkpoint(path)
+    problems = found.problems
     if as_json:
         rows = [{"code": p.code, "key": p.key, "detail": p.detail, "mend": p.mend} for p in problems]
-        click.echo(json.dumps({"path": str(path), "ok": not problems, "problems": rows}, indent=2))
-    elif not problems:
-        click.echo(f"{path}: ok")
+        result = {"path": str(path), "ok": not problems, "problems": rows, "notes": found.notes}
+        click.echo(json.dumps(result, indent=2, ensure_ascii=False))
     else:
-        click.echo(f"{path}: {len(problems)} problem(s)")
+        click.echo(f"{path}: {len(problems)} problem(s)" if problems else f"{path}: ok")
         for problem in problems:
             click.echo(f"  {problem.code}: {problem.detail}" + (f"\n    mend: {problem.mend}" if problem.mend else ""))
+        for note in found.notes:
+            click.echo(f"  note: {note}")
     sys.exit(1 if problems else 0)
 
 
 @checkpoint.command("convert")
-@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.argument("path", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--to", "dialect", required=True, help="angelspec, or a public dialect that can express the drafter.")
 def convert_command(path: Path, output: Path, dialect: str) -> None:

@@ -17,12 +17,19 @@ def data() -> None:
 @data.command("check")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--responses",
+    type=click.Choice(["either", "given", "rollout"]),
+    default="either",
+    show_default=True,
+    help="given: every row needs an answer; rollout: answers are ignored; either: conversations need one, prompts none.",
+)
 @click.option("--quarantine", type=click.Path(path_type=Path), help="Write the refused rows to this file.")
-def check_command(files: tuple[Path, ...], as_json: bool, quarantine: Path | None) -> None:
+def check_command(files: tuple[Path, ...], as_json: bool, responses: str, quarantine: Path | None) -> None:
     """Validate FILES row by row; exit 1 if nothing is usable."""
     from angelspec.data.check import check_files
 
-    result = check_files(files, quarantine=quarantine)
+    result = check_files(files, quarantine=quarantine, responses=responses)
     if as_json:
         click.echo(json.dumps(result, indent=2, ensure_ascii=False))
     else:
@@ -30,4 +37,10 @@ def check_command(files: tuple[Path, ...], as_json: bool, quarantine: Path | Non
         for row in result["rejected"]:
             place = f"{row['file']}:" if "file" in row else ""
             click.echo(f"  {place}{row['line']}: {row['reason']}: {row['detail']}")
+        for note in result["notes"]:
+            place = f"{note['file']}:" if "file" in note else ""
+            click.echo(f"  {place}{note['line']}: kept, {note['note']}" + (f": {note['detail']}" if note["detail"] else ""))
+        if result["ignored_keys"]:
+            keys = ", ".join(f"{key} ({count})" for key, count in result["ignored_keys"].items())
+            click.echo(f"  keys that nothing reads: {keys}")
     sys.exit(0 if result["accepted"] else 1)

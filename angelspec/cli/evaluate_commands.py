@@ -8,7 +8,7 @@ import click
 
 
 @click.command()
-@click.argument("checkpoints", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--prompts",
     "prompts",

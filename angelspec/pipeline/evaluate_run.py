@@ -142,6 +142,8 @@ def _names(checkpoints: Sequence[Path]) -> list[str]:
 
 
 def _manifest(path: Path) -> DrafterManifest:
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist", mend="give the folder of an exported drafter")
     manifest = DrafterManifest.read(path)
     if manifest is None:
         raise CheckpointError(
