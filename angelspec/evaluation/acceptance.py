@@ -6,16 +6,13 @@ fingerprint of everything it depends on, so that an interrupted measurement goes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel, TypeAdapter
 
 from angelspec.core.errors import DataError
-from angelspec.core.files import read_json, write_json_atomic
-from angelspec.core.fingerprint import fingerprint
 from angelspec.decoding.answers import Decoded, DecodeRun
 from angelspec.decoding.plain import decode_plain
 from angelspec.decoding.proposer import Proposer
@@ -31,15 +28,13 @@ from angelspec.evaluation.results import (
     WorkloadGroups,
 )
 from angelspec.evaluation.suites import Suite, check_names
+from angelspec.evaluation.units import cached
 
 if TYPE_CHECKING:
     from angelspec.targets.target import Target
 
-_UNIT_VERSION = 1
-"""Raised when the meaning of a stored unit changes."""
 Advance = Callable[[int], None]
 """Called with how many answers are done, of ``num_answers`` in all."""
-_Result = TypeVar("_Result")
 
 
 def num_answers(suites: Sequence[Suite], proposers: Sequence[Proposer], *, settings: MeasureSettings) -> int:
@@ -77,13 +72,12 @@ def measure(
             for proposer in proposers:
                 unit = {
                     "unit": "acceptance",
-                    **_facts(target, suite, settings, temperature),
-                    "cut": None if settings.cut is None else settings.cut.model_dump(),
+                    **unit_facts(target, suite, settings, temperature=temperature),
                     "proposer": dict(proposer.identity),
                 }
 
                 def run(suite=suite, temperature=temperature, proposer=proposer, done=done) -> SuiteResult:
-                    decoded = _decode(
+                    decoded = decode_suite(
                         target,
                         proposer,
                         suite,
@@ -93,7 +87,7 @@ def measure(
                     )
                     return _suite_result(decoded, suite=suite, temperature=temperature, proposer=proposer)
 
-                result = _cached(folder, unit, SuiteResult, run)
+                result = cached(folder, unit, SuiteResult, run)
                 # A unit knows a proposer by what it is, not by what it is called in this table.
                 results.append(result.model_copy(update={"proposer": proposer.name, "suite": suite.name}))
                 done += len(suite.prompts)
@@ -131,8 +125,7 @@ def measure_speed(
         for temperature in settings.temperatures:
             unit = {
                 "unit": "speed",
-                **_facts(target, suite, settings, temperature),
-                "cut": None if settings.cut is None else settings.cut.model_dump(),
+                **unit_facts(target, suite, settings, temperature=temperature),
                 "proposers": [dict(proposer.identity) for proposer in drafters],
                 "rounds": rounds,
                 "threads": torch.get_num_threads(),
@@ -141,7 +134,7 @@ def measure_speed(
             def run(suite=suite, temperature=temperature) -> list[SpeedResult]:
                 return _race(target, runners, suite, settings=settings, temperature=temperature, rounds=rounds)
 
-            stored = _cached(folder, unit, list[SpeedResult], run)
+            stored = cached(folder, unit, list[SpeedResult], run)
             results += [
                 result.model_copy(update={"proposer": proposer.name, "suite": suite.name})
                 for result, proposer in zip(stored, drafters, strict=True)
@@ -169,8 +162,7 @@ def check_exactness(
         for proposer in proposers:
             unit = {
                 "unit": "exactness",
-                **_facts(target, suite, settings, temperature),
-                "cut": None if settings.cut is None else settings.cut.model_dump(),
+                **unit_facts(target, suite, settings, temperature=temperature),
                 "proposer": dict(proposer.identity),
             }
 
@@ -184,7 +176,7 @@ def check_exactness(
                         temperature=temperature,
                         seed=settings.seed,
                     )
-                decoded = _decode(target, proposer, suite, settings=settings, temperature=temperature)
+                decoded = decode_suite(target, proposer, suite, settings=settings, temperature=temperature)
                 return compare_answers(
                     target,
                     suite,
@@ -194,7 +186,7 @@ def check_exactness(
                     temperature=temperature,
                 )
 
-            result = _cached(folder, unit, ExactnessResult, run)
+            result = cached(folder, unit, ExactnessResult, run)
             results.append(result.model_copy(update={"proposer": proposer.name}))
     return results
 
@@ -238,7 +230,7 @@ def compare_answers(
     )
 
 
-def _decode(
+def decode_suite(
     target: Target,
     proposer: Proposer,
     suite: Suite,
@@ -247,6 +239,7 @@ def _decode(
     temperature: float,
     progress: Callable[[int], None] | None = None,
 ) -> DecodeRun:
+    """Answer a suite's prompts as the settings say; prompt i has random stream i."""
     return decode(
         target,
         proposer,
@@ -296,12 +289,12 @@ def _race(
     """All runners in turns; the first runner is plain decoding."""
     short = settings.model_copy(update={"max_new_tokens": min(4, settings.max_new_tokens)})
     for runner in runners:
-        _decode(target, runner, suite, settings=short, temperature=temperature)
+        decode_suite(target, runner, suite, settings=short, temperature=temperature)
     tokens, seconds = [0] * len(runners), [0.0] * len(runners)
     for turn in range(rounds):
         order = range(len(runners)) if turn % 2 == 0 else reversed(range(len(runners)))
         for index in order:
-            run = _decode(target, runners[index], suite, settings=settings, temperature=temperature)
+            run = decode_suite(target, runners[index], suite, settings=settings, temperature=temperature)
             tokens[index] += sum(len(answer.tokens) for answer in run.answers)
             seconds[index] += run.total_seconds
     return [
@@ -328,9 +321,9 @@ def _top2_gap(target: Target, tokens: Sequence[int]) -> float:
     return largest - second
 
 
-def _facts(target: Target, suite: Suite, settings: MeasureSettings, temperature: float) -> dict[str, Any]:
+def unit_facts(target: Target, suite: Suite, settings: MeasureSettings, *, temperature: float) -> dict[str, Any]:
+    """What every unit depends on besides its proposers."""
     return {
-        "version": _UNIT_VERSION,
         "target": target.digest,
         "dtype": str(target.dtype),
         "device": torch.device(target.device).type,
@@ -340,6 +333,7 @@ def _facts(target: Target, suite: Suite, settings: MeasureSettings, temperature:
         "max_new_tokens": settings.max_new_tokens,
         "batch_size": settings.batch_size,
         "seed": settings.seed,
+        "cut": None if settings.cut is None else settings.cut.model_dump(mode="json"),
     }
 
 
@@ -347,18 +341,3 @@ def _check_proposers(proposers: Sequence[Proposer]) -> None:
     names = [proposer.name for proposer in proposers]
     if len(set(names)) != len(names):
         raise DataError(f"two drafters share a name: {', '.join(sorted(names))}", mend="give each its own name")
-
-
-def _cached(folder: Path | None, unit: Mapping[str, Any], kind: type[_Result], run: Callable[[], _Result]) -> _Result:
-    """The unit's stored result, else the result of ``run``, stored."""
-    adapter = TypeAdapter(kind)
-    path = None if folder is None else folder / f"{unit['unit']}-{fingerprint(dict(unit))}.json"
-    if path is not None and path.is_file():
-        return adapter.validate_python(read_json(path)["result"])
-    result = run()
-    if path is not None:
-        record = [item.model_dump(mode="json") for item in result] if isinstance(result, list) else None
-        if isinstance(result, BaseModel):
-            record = result.model_dump(mode="json")
-        write_json_atomic(path, {"unit": dict(unit), "result": record})
-    return result

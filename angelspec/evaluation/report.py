@@ -17,8 +17,11 @@ from typing import Any, Literal
 import psutil
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.console import Group as RichGroup
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from angelspec.core.errors import DataError
 from angelspec.core.files import write_text_atomic
@@ -43,7 +46,8 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
         "pooled: all tokens of verify steps / all verify steps. 1 is plain decoding. The token sampled after the "
         "prompt is not counted.",
         "p_k": "cumulative acceptance: share of verify steps whose proposals 1 to k were all accepted, over steps that "
-        "verified the drafter's full depth (a cut step says nothing about what was cut).",
+        "verified the drafter's full depth: a cut step says nothing about what was cut, nor does one in which prompt "
+        "lookup found no match.",
         "finished / unfinished": "answers that ended by a stop token / were cut at the token limit. Unfinished answers "
         "stand apart because they loop more often, which flatters every drafter.",
         "repeated 12-grams": "share of an answer's 12-grams that occurred earlier in the same answer, pooled.",
@@ -232,14 +236,15 @@ class Table:
         lines += [f"| {' | '.join(map(_escape, row))} |" for row in self.rows]
         return "\n".join([*lines, ""])
 
-    def to_rich(self) -> RichTable:
-        """The same for a terminal."""
-        table = RichTable(title=self.title, title_justify="left", caption=self.caption or None, caption_justify="left")
+    def to_rich(self) -> RichGroup:
+        """The same for a terminal, without Markdown's bold."""
+        table = RichTable(box=SIMPLE_HEAD, pad_edge=False)
         for index, column in enumerate(self.columns):
             table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
         for row in self.rows:
-            table.add_row(*row)
-        return table
+            table.add_row(*(Text(cell.strip("*"), style="bold" if cell.startswith("**") else "") for cell in row))
+        parts = [Text(f"\n{self.title}", style="bold"), *([Text(self.caption, style="dim")] if self.caption else [])]
+        return RichGroup(*parts, table)
 
 
 _MISSING = "–"
@@ -330,26 +335,73 @@ def position_table(report: Report, *, temperature: float) -> Table:
     )
 
 
-def speed_table(report: Report) -> Table:
-    """Reference loop against plain decoding."""
+def lookup_table(report: Report) -> Table:
+    """Accepted length of each trained drafter over prompt lookup's, finished answers."""
+    lookups = [drafter.name for drafter in report.drafters if drafter.identity.get("kind") == "lookup"]
+    trained = [drafter.name for drafter in report.drafters if drafter.name not in lookups]
     rows = []
-    for result in report.speed:
-        rows.append(
-            (
-                f"{result.suite}, {_temperature(result.temperature)}",
-                result.proposer,
-                _number(result.tokens_per_second, "{:.1f}"),
-                _number(result.plain_tokens_per_second, "{:.1f}"),
-                _number(result.speedup, "{:.2f}x"),
-            )
-        )
+    groups = [(f"all {workload}", [workload]) for workload in report.workloads]
+    if {"code", "math"} <= set(report.workloads):
+        groups.append(("code and math", ["code", "math"]))
+    for temperature in report.temperatures if lookups and trained else ():
+        for label, workloads in groups:
+
+            def length(name: str, temperature=temperature, workloads=workloads) -> float | None:
+                return report.pooled(name, temperature=temperature, workloads=workloads).counts.mean_accepted_length
+
+            floor = length(lookups[0])
+            ratios = [None if floor is None or length(name) is None else length(name) / floor for name in trained]
+            cells = [_number(ratio, "{:.2f}x") for ratio in ratios]
+            rows.append((f"{label}, {_temperature(temperature)}", *cells, _number(floor)))
     return Table(
-        "Speed of the reference loop",
-        ("suite", "drafter", "tokens/s", "plain tokens/s", "speed-up"),
+        "Accepted length against prompt lookup, finished answers",
+        ("workload", *trained, *(f"{name}: accepted length" for name in lookups[:1])),
+        tuple(rows),
+    )
+
+
+def speed_table(report: Report) -> Table:
+    """Reference loop against plain decoding: one row per suite and temperature, and all suites together."""
+    names = list(dict.fromkeys(result.proposer for result in report.speed))
+    rows = []
+
+    def add(label: str, chosen: Callable[[SpeedResult], bool]) -> None:
+        by_name = {name: [r for r in report.speed if r.proposer == name and chosen(r)] for name in names}
+        some = next((results for results in by_name.values() if results), None)
+        if some is None:
+            return
+        plain = _rate((r.plain_tokens, r.plain_seconds) for r in some)
+        cells = [_speed_cell(results) for results in by_name.values()]
+        rows.append((label, f"{plain:.1f}", *cells))
+
+    for temperature in sorted({result.temperature for result in report.speed}):
+        for suite in dict.fromkeys(result.suite for result in report.speed):
+            add(
+                f"{suite}, {_temperature(temperature)}",
+                lambda r, suite=suite, temperature=temperature: (r.suite, r.temperature) == (suite, temperature),
+            )
+        add(f"all, {_temperature(temperature)}", lambda r, temperature=temperature: r.temperature == temperature)
+    return Table(
+        "Speed of the reference loop, tokens/s (against plain decoding)",
+        ("suite", "plain", *names),
         tuple(rows),
         caption=f"Same prompts in turns, batch {report.settings.batch_size}, on {report.machine.description}, "
         f"{report.machine.threads} threads. The loop is written to be read, not to be fast.",
     )
+
+
+def _speed_cell(results: Sequence[SpeedResult]) -> str:
+    if not results:
+        return _MISSING
+    ours = _rate((result.tokens, result.seconds) for result in results)
+    plain = _rate((result.plain_tokens, result.plain_seconds) for result in results)
+    return f"{ours:.1f} ({ours / plain:.2f}x)"
+
+
+def _rate(parts: Iterable[tuple[float, float]]) -> float:
+    """Pooled: all amounts over all seconds."""
+    amounts, seconds = zip(*parts, strict=True)
+    return sum(amounts) / sum(seconds)
 
 
 def component_table(report: Report) -> Table:
@@ -439,6 +491,7 @@ def shortlist_table(report: Report) -> Table:
 def tables(report: Report) -> list[Table]:
     """Every table of the report that has rows, in reading order."""
     made = [length_table(report, temperature=t, finished=True) for t in report.temperatures]
+    made += [lookup_table(report)]
     made += [position_table(report, temperature=t) for t in report.temperatures]
     made += [length_table(report, temperature=t, finished=False) for t in report.temperatures]
     made += [speed_table(report), component_table(report), exactness_table(report), shortlist_table(report)]
@@ -486,13 +539,7 @@ def print_report(report: Report, *, console: Console, only: Callable[[Table], bo
     console.print(f"[bold]{report.title}[/bold]  ({report.target.name}, {report.mode})", highlight=False)
     for table in tables(report):
         if only(table):
-            bare = Table(
-                table.title,
-                table.columns,
-                tuple(tuple(cell.replace("**", "") for cell in row) for row in table.rows),
-                table.caption,
-            )
-            console.print(bare.to_rich())
+            console.print(table.to_rich())
 
 
 def join_reports(reports: Sequence[Report], *, title: str, commands: Sequence[str]) -> Report:

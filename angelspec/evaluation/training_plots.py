@@ -77,7 +77,10 @@ def _draw_terms(axes: Axes, curves: Mapping[str, _Curves], *, consecutive: bool)
                 label=label if first else None,
             )
     axes.set_ylabel("loss term, weighted mean per position")
-    legend_above(axes, columns=3)
+    if consecutive and terms:
+        axes.legend(loc="upper right")
+    elif not consecutive:
+        legend_above(axes, columns=2)
 
 
 def _draw_held_out(axes: Axes, curves: Mapping[str, _Curves], *, consecutive: bool) -> None:
@@ -92,25 +95,27 @@ def _draw_held_out(axes: Axes, curves: Mapping[str, _Curves], *, consecutive: bo
         axes.plot(*zip(*item.held_out, strict=True), color=colour, marker=marker, markersize=4, label=label)
     if every:
         step, best = max(every, key=lambda point: point[1])
+        late = step > 0.8 * max(point[0] for point in every)
         axes.annotate(
-            f"best {best:.2f}", (step, best), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8.5,
-            fontweight="bold", color="#222222",
+            f"best {best:.2f}", (step, best), xytext=(4 if late else 0, 7), textcoords="offset points",
+            ha="right" if late else "center", fontsize=8.5, fontweight="bold", color="#222222",
         )  # fmt: skip
         low = min(value for _, value in every)
         axes.set_ylim(low - 0.04 * (best - low) - 1e-3, best + 0.14 * (best - low) + 1e-3)
     axes.set_ylabel("held-out accepted length\n(tokens per verify step)")
-    legend_above(axes, columns=3)
+    if not consecutive:
+        legend_above(axes, columns=2)
 
 
 def _mark_stages(axes: Axes, curves: Mapping[str, _Curves]) -> None:
-    """Where each stage begins, and its name."""
+    """A line where each stage begins, and its name above its span."""
     start = 0
     for name, item in curves.items():
         if start:
             axes.axvline(start, color="#999999", linewidth=0.9, linestyle=(0, (4, 3)))
         if len(curves) > 1:
             axes.annotate(
-                name, (start, 0), xycoords=("data", "axes fraction"), xytext=(4, 4), textcoords="offset points",
-                fontsize=8.5, color="#555555", ha="left", va="bottom",
+                name, ((start + item.last_step) / 2, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 4),
+                textcoords="offset points", fontsize=9, color="#555555", ha="center", va="bottom",
             )  # fmt: skip
         start = item.last_step
