@@ -21,7 +21,7 @@ from angelspec.targets.cache import SlotCache
 from angelspec.targets.target import Target
 
 _ARGMAX_BLOCK = 512
-_LOOP_CHECK_EVERY = 32
+_LOOP_CHECK_FROM, _LOOP_CHECK_EVERY = 64, 16
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class _Engine:
         self.finished = 0
         self.tokens_done = 0
         # Filling few slots at once wastes little; filling one at a time would waste most of a forward.
-        self.refill_at = max(1, batch_size // 8)
+        self.refill_at = max(1, batch_size // 16)
 
         capacity = max(map(len, prompts)) + max_new_tokens
         self.prefix = _common_prefix(prompts)
@@ -177,7 +177,7 @@ class _Engine:
             if bool(self.active_B.any()):
                 self._step()
                 steps += 1
-            if self.max_repeated_share < 1.0 and steps % _LOOP_CHECK_EVERY == 0:
+            if self.max_repeated_share < 1.0:
                 self._stop_loops()
             if self.on_progress is not None and steps % 8 == 0:
                 self.on_progress(self.tokens_done, self.finished)
@@ -273,11 +273,14 @@ class _Engine:
         self.finished += 1
 
     def _stop_loops(self) -> None:
-        for slot, index in enumerate(self.prompt_of):
-            if index is not None:
-                written = self.written_BT[slot, : int(self.count_B[slot])].tolist()
-                if repeated_ngram_share(written) > self.max_repeated_share:
-                    self._close(slot, "loop")
+        """Close answers that repeat themselves, looked at after every so many of their own tokens."""
+        due_B = self.active_B & (self.count_B >= _LOOP_CHECK_FROM) & (self.count_B % _LOOP_CHECK_EVERY == 0)
+        for slot in due_B.nonzero().flatten().tolist():
+            if (
+                repeated_ngram_share(self.written_BT[slot, : int(self.count_B[slot])].tolist())
+                > self.max_repeated_share
+            ):
+                self._close(slot, "loop")
 
     def _compact(self) -> None:
         """Drop the free slots."""

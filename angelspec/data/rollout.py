@@ -6,12 +6,15 @@ composition never depends on where a run was interrupted: a resumed rollout ends
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
+
+import psutil
+import torch
 
 from angelspec.core.acceptance import repeated_ngram_share
 from angelspec.core.errors import DataError
@@ -20,10 +23,17 @@ from angelspec.core.fingerprint import fingerprint
 from angelspec.core.modes import Mode
 from angelspec.core.recipe import RolloutSection
 from angelspec.data.answers import AnswerRecord, Prompt, read_answers
+from angelspec.data.endpoint import ask_endpoint
 from angelspec.data.generation import generate
+from angelspec.data.rollout_worker import ShardJob, answer_in_processes
+from angelspec.data.seeds import row_key
 from angelspec.targets.target import Target
 
 _PLAN, _INDEX, _TIMING = "plan.json", "index.json", "timing.json"
+_WORTH_PROCESSES = 1e12
+"""Floating-point operations below which starting processes costs more time than it saves."""
+_PROCESS_BYTES = 10**9
+"""What Python, torch and the activations of a step take in each process."""
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -64,45 +74,32 @@ def rollout_shards(
     shards = [ordered[start : start + section.shard_size] for start in range(0, len(ordered), section.shard_size)]
     _claim(folder, target=target, shards=shards, section=section, mode=mode)
     paths = [folder / f"shard-{number:05d}.jsonl" for number in range(len(shards))]
-    total = len(ordered) * section.samples_per_prompt
-    done_before = tokens_before = 0
-    started = time.perf_counter()
     todo = [number for number, path in enumerate(paths) if not path.exists()]
-    done_before = sum(len(shards[number]) for number in range(len(shards)) if number not in set(todo))
-    done_before *= section.samples_per_prompt
+    total = len(ordered) * section.samples_per_prompt
+    found = total - section.samples_per_prompt * sum(len(shards[number]) for number in todo)
+    started = time.perf_counter()
 
     def report(tokens: int, answers: int) -> None:
         if progress is not None:
-            progress(done_tokens=tokens_before + tokens, done_prompts=done_before + answers, total_prompts=total)
+            progress(done_tokens=tokens, done_prompts=found + answers, total_prompts=total)
 
     report(0, 0)
-    for number in todo:
-        if section.backend == "endpoint":
-            from angelspec.data.endpoint import answer_shard
-
-            if conversations is None:
-                raise DataError("the endpoint backend needs the conversations, not only their tokens")
-            records = answer_shard(
-                target, shards[number], section, mode=mode, conversations=conversations, folder=folder / "requests",
-                report=report,
-            )  # fmt: skip
-        else:
-            records = _answer_shard(target, shards[number], section, mode=mode, report=report)
+    tokens_done = 0
+    if section.backend == "endpoint":
+        finished = _ask_endpoint(
+            target, shards, todo, section, mode=mode, conversations=conversations, folder=folder, report=report
+        )
+    else:
+        finished = _answer_locally(target, shards, todo, section, mode=mode, report=report)
+    for number, records in finished:
         write_text_atomic(paths[number], "".join(record.to_json() + "\n" for record in records))
-        tokens_before += sum(len(record.answer_tokens) for record in records)
-        done_before += len(records)
-        report(0, 0)
+        tokens_done += sum(len(record.answer_tokens) for record in records)
     seconds = time.perf_counter() - started
     write_json_atomic(folder / _INDEX, _index(paths, target=target, mode=mode))
     if todo:
-        timing = {"tokens": tokens_before, "seconds": seconds, "tokens_per_second": tokens_before / max(seconds, 1e-9)}
+        timing = {"tokens": tokens_done, "seconds": seconds, "tokens_per_second": tokens_done / max(seconds, 1e-9)}
         write_json_atomic(folder / _TIMING, timing)
     return paths
-
-
-def row_key(prompt_id: str, sample: int) -> int:
-    """The name of an answer's random stream: 62 bits of a hash."""
-    return int.from_bytes(hashlib.sha256(f"{sample}/{prompt_id}".encode()).digest()[:8], "big") >> 2
 
 
 def _ordered(target: Target, prompts: Sequence[Prompt], section: RolloutSection) -> list[Prompt]:
@@ -128,7 +125,7 @@ def _claim(folder: Path, *, target: Target, shards: list[list[Prompt]], section:
     settings = section.model_dump(
         mode="json",
         include={"backend", "temperature", "top_p", "samples_per_prompt", "max_new_tokens", "batch_size", "shard_size",
-                 "seed", "endpoint_model"},
+                 "seed", "max_repeated_share", "endpoint_model"},
     )  # fmt: skip
     content = [[prompt.id, prompt.workload, list(prompt.tokens)] for shard in shards for prompt in shard]
     plan = {
@@ -147,30 +144,130 @@ def _claim(folder: Path, *, target: Target, shards: list[list[Prompt]], section:
         raise DataError(f"{folder} holds another rollout", mend="choose another folder, or delete this one")
 
 
-def _answer_shard(
+def _answer_locally(
     target: Target,
-    prompts: Sequence[Prompt],
+    shards: Sequence[Sequence[Prompt]],
+    todo: Sequence[int],
     section: RolloutSection,
     *,
     mode: Mode,
     report: Callable[[int, int], None],
-) -> list[AnswerRecord]:
-    asked = [(prompt, sample) for prompt in prompts for sample in range(section.samples_per_prompt)]
-    answers = generate(
-        target,
-        [prompt.tokens for prompt, _ in asked],
-        max_new_tokens=section.max_new_tokens,
-        temperature=section.temperature,
-        top_p=section.top_p,
-        batch_size=section.batch_size,
-        seed=section.seed,
-        row_keys=[row_key(prompt.id, sample) for prompt, sample in asked],
-        on_progress=report,
-    )
-    return [
-        make_record(prompt, answer.tokens, finish_reason=answer.finish_reason, mode=mode, sample=sample)
-        for (prompt, sample), answer in zip(asked, answers, strict=True)
+) -> Iterator[tuple[int, list[AnswerRecord]]]:
+    """Answer shards, beside each other in processes where that is worth their start."""
+    settings = {
+        "max_new_tokens": section.max_new_tokens,
+        "temperature": section.temperature,
+        "top_p": section.top_p,
+        "batch_size": section.batch_size,
+        "seed": section.seed,
+        "max_repeated_share": section.max_repeated_share,
+    }
+    asked = {number: [(prompt, sample) for prompt in shards[number] for sample in range(section.samples_per_prompt)]
+             for number in todo}  # fmt: skip
+    jobs = [
+        ShardJob(
+            number=number,
+            prompts=[list(prompt.tokens) for prompt, _ in rows],
+            row_keys=[row_key(prompt.id, sample) for prompt, sample in rows],
+            settings=settings,
+        )
+        for number, rows in asked.items()
     ]
+
+    def records(number: int, answers: Iterable[tuple[Sequence[int], str]]) -> list[AnswerRecord]:
+        return [
+            make_record(prompt, tokens, finish_reason=reason, mode=mode, sample=sample)
+            for (prompt, sample), (tokens, reason) in zip(asked[number], answers, strict=True)
+        ]
+
+    workers, threads = plan_processes(target, section, shards=shards)
+    work = 2.0 * target.geometry.num_parameters * sum(len(rows) for rows in asked.values()) * section.max_new_tokens
+    if target.section is not None and workers > 1 and len(todo) > 1 and work >= _WORTH_PROCESSES:
+        for number, answers in answer_in_processes(
+            jobs,
+            section=target.section.model_copy(update={"source": f"folder:{target.folder}"}),
+            dtype=str(target.dtype).removeprefix("torch."),
+            workers=min(workers, len(todo)),
+            threads=threads,
+            on_progress=report,
+        ):
+            yield number, records(number, answers)
+        return
+    tokens_before = answers_before = 0
+    for job in jobs:
+
+        def on_progress(tokens: int, answers: int, base: tuple[int, int] = (tokens_before, answers_before)) -> None:
+            report(base[0] + tokens, base[1] + answers)
+
+        with _threads(threads if target.device.type == "cpu" else None):
+            answers = generate(target, job.prompts, row_keys=job.row_keys, on_progress=on_progress, **settings)
+        tokens_before += sum(len(answer.tokens) for answer in answers)
+        answers_before += len(answers)
+        yield job.number, records(job.number, ((answer.tokens, answer.finish_reason) for answer in answers))
+
+
+def plan_processes(target: Target, section: RolloutSection, *, shards: Sequence[Sequence[Prompt]]) -> tuple[int, int]:
+    """Processes of a rollout and threads of each, from the machine and the whole rollout (not from what is left).
+
+    A decoding step's products are too small to gain from threads, so every core gets a process as long as there are
+    shards and memory for it. Threads may change the last bit of a product, so they must not depend on a resume.
+    """
+    if target.device.type != "cpu":
+        return 1, 1
+    geometry, size = target.geometry, target.embedding_VD.element_size()
+    longest = max(len(prompt.tokens) for shard in shards for prompt in shard) + section.max_new_tokens
+    cache = section.batch_size * longest * geometry.num_layers * 2 * geometry.num_kv_heads * geometry.head_dim * size
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in target.model.parameters())
+    affordable = int(0.8 * psutil.virtual_memory().available // (weights + cache + _PROCESS_BYTES))
+    cores = torch.get_num_threads()
+    workers = max(1, min(cores, len(shards), affordable))
+    return workers, max(1, cores // workers)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _ask_endpoint(
+    target: Target,
+    shards: Sequence[Sequence[Prompt]],
+    todo: Sequence[int],
+    section: RolloutSection,
+    *,
+    mode: Mode,
+    conversations: Mapping[str, Messages] | None,
+    folder: Path,
+    report: Callable[[int, int], None],
+) -> Iterator[tuple[int, list[AnswerRecord]]]:
+    if conversations is None:
+        raise DataError("the endpoint backend needs the conversations, not only their tokens")
+    tokens_before = answers_before = 0
+    for number in todo:
+        answers = ask_endpoint(
+            target,
+            [(prompt.id, sample) for prompt in shards[number] for sample in range(section.samples_per_prompt)],
+            section,
+            mode=mode,
+            conversations=conversations,
+            folder=folder / "requests",
+            on_progress=lambda tokens, count, base=(tokens_before, answers_before): report(
+                base[0] + tokens, base[1] + count
+            ),
+        )
+        rows = [(prompt, sample) for prompt in shards[number] for sample in range(section.samples_per_prompt)]
+        records = [
+            make_record(prompt, answer.tokens, finish_reason=answer.finish_reason, mode=mode, sample=sample)
+            for (prompt, sample), answer in zip(rows, answers, strict=True)
+        ]
+        tokens_before += sum(len(record.answer_tokens) for record in records)
+        answers_before += len(records)
+        yield number, records
 
 
 def make_record(prompt: Prompt, tokens: Iterable[int], *, finish_reason: str, mode: Mode, sample: int) -> AnswerRecord:

@@ -4,7 +4,8 @@ transformers' attention layers call ``update``; everything else is for the loop 
 only truth about it: setting it back is a rollback, and what lies behind it is never read.
 
 Legend: L layers, N rows of the cache, B rows of the next forward, T new tokens, G key/value heads, C head channels,
-W allocated width (at least the longest row, rounded up to whole chunks).
+W allocated width (at least the longest row, rounded up to whole chunks),
+S tokens that a forward looks at (W, or fewer where rows are gathered).
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class SlotCache(Cache):
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._rows: Tensor | None = None
-        self._new = 0
+        self._visible = 0
         self._fresh = False
+        self._write_slice: slice | None = None
         self._row_index: Tensor | slice | None = None
         self._write_rows_B1: Tensor | None = None
         self._write_positions_BT: Tensor | None = None
@@ -109,11 +111,14 @@ class SlotCache(Cache):
         wanted = -(-max(needed, int(self.lengths.max())) // _CHUNK) * _CHUNK
         if wanted > self._width or wanted <= self._width - _SHRINK_AFTER * _CHUNK:
             self._reallocate(rows=None, width=wanted)
-        self._new = new_tokens
         self._fresh = longest == 0
         rows_B = torch.arange(self.rows) if self._rows is None else self._rows
         positions_BT = lengths_B[:, None] + torch.arange(new_tokens)
         self._row_index = _as_slice(rows_B)
+        # A view is cheapest at its full width; a gathered copy need not be wider than what is looked at.
+        self._visible = self._width if isinstance(self._row_index, slice) else needed
+        aligned = new_tokens > 1 and bool((lengths_B == lengths_B[0]).all())
+        self._write_slice = slice(longest, needed) if aligned else None
         self._write_rows_B1 = rows_B[:, None].to(self.device)
         self._write_positions_BT = positions_BT.to(self.device)
 
@@ -123,13 +128,13 @@ class SlotCache(Cache):
         return self._write_positions_BT
 
     def mask(self) -> Tensor | None:
-        """bool [B, 1, T, W], True where a new token may look: its row's committed tokens and the new ones up to itself.
+        """bool [B, 1, T, S], True where a new token may look: its row's committed tokens and the new ones up to itself.
 
         None where the selected rows are empty: then the new tokens look at each other, causally.
         """
         if self._fresh:
             return None
-        return (torch.arange(self._width, device=self.device) <= self.positions()[:, :, None])[:, None]
+        return (torch.arange(self._visible, device=self.device) <= self.positions()[:, :, None])[:, None]
 
     def commit(self, counts: Tensor | int) -> None:
         """Add so many of this forward's tokens to the selected rows' lengths ([B] or one number for all)."""
@@ -166,11 +171,21 @@ class SlotCache(Cache):
         """Write one layer's new keys and values; return what its queries look at, both [B, G, S, C]."""
         rows_B1, positions_BT = self._write_rows_B1, self._write_positions_BT
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys[rows_B1, :, :, positions_BT] = key_states.permute(0, 2, 1, 3).to(self.dtype)
-        values[rows_B1, :, positions_BT] = value_states.permute(0, 2, 1, 3).to(self.dtype)
+        key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
+        if self._write_slice is not None:
+            keys[self._row_index, :, :, self._write_slice] = key_states.transpose(-1, -2)
+            values[self._row_index, :, self._write_slice] = value_states
+        else:
+            keys[rows_B1, :, :, positions_BT] = key_states.permute(0, 2, 1, 3)
+            values[rows_B1, :, positions_BT] = value_states.permute(0, 2, 1, 3)
         if self._fresh:
             return key_states, value_states
-        return keys[self._row_index].transpose(-1, -2), values[self._row_index]
+        if isinstance(self._row_index, slice):
+            return keys[self._row_index].transpose(-1, -2), values[self._row_index]
+        return (
+            keys[self._row_index, :, :, : self._visible].transpose(-1, -2),
+            values[self._row_index, :, : self._visible],
+        )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Longest committed length (transformers asks)."""
@@ -182,7 +197,7 @@ class SlotCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Keys that a mask must cover, and the first one's position (transformers asks)."""
-        return (query_length if self._fresh else self._width), 0
+        return (query_length if self._fresh else self._visible), 0
 
     def get_max_length(self, layer_idx: int = 0) -> int:
         """Most tokens a row may hold."""

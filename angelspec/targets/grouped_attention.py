@@ -92,9 +92,8 @@ def grouped_attention(
 
 
 def _masked(scores_BGQS: Tensor, mask: Tensor) -> Tensor:
-    if mask.dtype == torch.bool:
-        return scores_BGQS.masked_fill(~mask, -torch.inf)
-    return scores_BGQS + mask
+    """In place: the scores were made a line earlier."""
+    return scores_BGQS.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores_BGQS.add_(mask)
 
 
 def register() -> str:

@@ -52,6 +52,7 @@ class Target:
         revision: hub commit or wheel checksum; None for a user's own folder.
         model: the transformers model, in evaluation mode, without gradients.
         tokenizer: its tokenizer, with the chat template in force.
+        section: what it was loaded by, so that another process can load the same; None: made by hand.
         geometry: its shape.
         mode_family: how its chat template switches thinking.
         embedding_VD: input embedding, the model's own storage.
@@ -69,7 +70,9 @@ class Target:
         tokenizer: Any,
         geometry: TargetGeometry,
         family: ModeFamily,
+        section: TargetSection | None = None,
     ) -> None:
+        self.section = section
         self.name = name
         self.folder = folder
         self.digest = digest
@@ -84,7 +87,7 @@ class Target:
         self._decoder = model.get_decoder()
         self._layers = _decoder_layers(self._decoder, geometry.num_layers, name=name)
         self._hooked: set[int] = set()
-        self._sink: dict[int, Tensor] | None = None
+        self._sink: dict[int, Tensor | None] = {}
         parameters = inspect.signature(self._decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._switch_checked: set[str] = set()
@@ -161,8 +164,8 @@ class Target:
                 mask = grouped_attention.fold_mask(mask, group=group, dtype=self.dtype)
             attention_mask = mask
             arguments[self._cache_argument] = cache
-        sink: dict[int, Tensor] = {}
-        self._sink = sink if layer_ids else None
+        sink: dict[int, Tensor | None] = dict.fromkeys(layer_ids)
+        self._sink = sink
         try:
             with torch.no_grad():
                 output = self._decoder(
@@ -173,12 +176,13 @@ class Target:
                     **arguments,
                 )
         finally:
-            self._sink = None
+            self._sink = {}
         hidden_BTD = output.last_hidden_state
         if not layer_ids:
             return TargetStates(hidden_BTD.new_empty((*hidden_BTD.shape[:2], 0)), hidden_BTD)
-        assert sorted(sink) == list(layer_ids), (sorted(sink), layer_ids)
-        return TargetStates(torch.cat([sink[layer] for layer in layer_ids], dim=-1), hidden_BTD)
+        taps = [tap_BTD for tap_BTD in sink.values() if tap_BTD is not None]
+        assert len(taps) == len(layer_ids), "a tapped layer did not run"
+        return TargetStates(torch.cat(taps, dim=-1), hidden_BTD)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [..., V] of normed hidden states [..., D]; the product is in the head's dtype."""
@@ -206,7 +210,7 @@ class Target:
 
     def _recorder(self, layer: int) -> Any:
         def record(module: nn.Module, arguments: Any, output: Any) -> None:
-            if self._sink is not None:
+            if layer in self._sink:
                 self._sink[layer] = output[0] if isinstance(output, tuple) else output
 
         return record
@@ -291,6 +295,7 @@ def load_target(section: TargetSection, *, dtype: torch.dtype, device: torch.dev
     if kinds != ["full_attention"]:
         raise TargetError(f"target {name} uses {', '.join(kinds)}; only full attention in every layer is supported")
     return Target(
+        section=section,
         name=name,
         folder=folder,
         digest=content_digest(folder, extra=override),
