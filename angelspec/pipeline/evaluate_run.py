@@ -20,6 +20,7 @@ from angelspec.decoding.speculative import CutPolicy
 from angelspec.drafters.checkpoint import load_drafter
 from angelspec.evaluation.report import print_report
 from angelspec.pipeline.evaluation_stages import (
+    TRAINING_LOG,
     lookup_description,
     lookup_proposer,
     measure_settings,
@@ -121,8 +122,9 @@ def evaluate_checkpoints(
             commands=(shlex.join(["angelspec", *sys.argv[1:]]),),
             descriptions=descriptions,
         )
-    metrics = {f"{name}": path / "metrics.jsonl" for name, path in zip(names, checkpoints, strict=True)}
-    save_report(report, folder, metrics={name: path for name, path in metrics.items() if path.is_file()})
+    logs = {name: path / TRAINING_LOG for name, path in zip(names, checkpoints, strict=True)}
+    logs = {name: path for name, path in logs.items() if path.is_file()}
+    save_report(report, folder, metrics=logs, consecutive=False)
     if not quiet:
         print_report(report, console=Console())
         Console().print(f"report: {folder / 'report.md'}", highlight=False)

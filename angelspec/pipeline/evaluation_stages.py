@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,12 @@ from angelspec.pipeline.progress import Progress
 from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
 from angelspec.pipeline.training_stages import WEIGHTS, stage_name
 from angelspec.targets.target import Target
+from angelspec.training.metrics import FILE_NAME as METRICS
 
 LOOKUP = "prompt lookup"
 """Name of the drafter without weights in every table."""
+TRAINING_LOG = f"training/{METRICS}"
+"""Where an export keeps its training log."""
 _SPEED_PROMPTS = 8
 
 
@@ -127,11 +131,18 @@ def measured_report(
     )
 
 
-def save_report(report: Report, folder: Path, *, metrics: Mapping[str, Path]) -> None:
-    """Write report.json, report.md and the plots into ``folder``."""
+def save_report(report: Report, folder: Path, *, metrics: Mapping[str, Path], consecutive: bool) -> None:
+    """Write report.json, report.md and the plots into ``folder``.
+
+    Args:
+        report: what was measured.
+        folder: where to.
+        metrics: training logs by stage or drafter; none: no training curves.
+        consecutive: the logs are stages of one run.
+    """
     pictures = dict(plot_report(report, folder))
     if metrics:
-        pictures["Training"] = plot_training(metrics, folder / "training.png")
+        pictures["Training"] = plot_training(metrics, folder / "training.png", consecutive=consecutive)
     report.save(folder)
     captions = {caption: path.name for caption, path in pictures.items()}
     write_text_atomic(folder / "report.md", to_markdown(report, plots=captions))
@@ -210,16 +221,32 @@ def _run_evaluate(work: Work) -> StageOutput:
             lookup.name: lookup_description(recipe),
         },
     )
-    metrics = {
-        stage.name: work.before[stage_name(recipe, index)].folder / "metrics.jsonl"
-        for index, stage in enumerate(recipe.training.stages)
-    }
-    save_report(report, work.folder, metrics=metrics)
+    save_report(report, work.folder, metrics=_metrics(work), consecutive=True)
     counts = [result.model_dump(mode="json", exclude={"seconds", "total_seconds"}) for result in report.results]
     exact = [result.model_dump(mode="json") for result in report.exactness]
     return StageOutput(
         fingerprint([counts, exact]), {"report": "report.json", "exact": all(r.exact for r in report.exactness)}
     )
+
+
+def _metrics(work: Work) -> dict[str, Path]:
+    return {
+        stage.name: work.before[stage_name(work.recipe, index)].folder / METRICS
+        for index, stage in enumerate(work.recipe.training.stages)
+    }
+
+
+def join_metrics(logs: Iterable[Path], path: Path) -> None:
+    """One log of consecutive stages: steps count on from stage to stage."""
+    lines, offset = [], 0
+    for log in logs:
+        last = 0
+        for line in log.read_text(encoding="utf-8").splitlines():
+            event = json.loads(line)
+            last = max(last, event["step"])
+            lines.append(json.dumps({**event, "step": event["step"] + offset}) + "\n")
+        offset += last
+    write_text_atomic(path, "".join(lines))
 
 
 def _evaluate_inputs(recipe: Recipe) -> Mapping[str, Any]:
@@ -337,6 +364,7 @@ def _run_export(work: Work) -> StageOutput:
     for path in sorted(report_folder.glob("*")):
         if path.is_file() and path.suffix in (".json", ".md", ".png") and path.name != "stage.json":
             shutil.copyfile(path, folder / path.name)
+    join_metrics(_metrics(work).values(), folder / TRAINING_LOG)
     size = (folder / "model.safetensors").stat().st_size
     return StageOutput(fingerprint(hashes), {"files": hashes, "weight_bytes": size})
 

@@ -135,7 +135,6 @@ def _run(work: Work, index: int) -> StageOutput:
         "chosen_from": chosen,
         "skipped_steps": result.skipped_steps,
         "supervised_positions": result.supervised_positions,
-        "metrics": "metrics.jsonl",
     }
     work.progress.say(
         f"  {result.step} steps; held-out accepted length {length:.3f} (weights of '{chosen}')"
