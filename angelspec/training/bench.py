@@ -40,7 +40,7 @@ from angelspec.training.features import Features, FeatureSource, OnlineFeatures
 from angelspec.training.optimisers import Optimiser
 from angelspec.training.run import new_drafter
 from angelspec.training.steps import BlockStep
-from angelspec.training.update import clip, compute_gradients
+from angelspec.training.update import compute_gradients
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -373,7 +373,6 @@ class _Stepper:
         self.case = case
         self.drafter = new_drafter(case.drafter, seed=case.seed)
         self.optimiser = Optimiser(self.drafter, case.optimizer)
-        self.parameters = list(self.drafter.parameters())
         head_VD = world.head_VD.to(getattr(torch, case.head_matmul))
         self.forward = BlockStep(
             self.drafter,
@@ -398,10 +397,10 @@ class _Stepper:
             lambda row_ids: self.forward(row_ids, objective=self.case.objective, step=number),
             model=self.drafter,
             ranks=Ranks(),
+            clip_norm=self.case.optimizer.clip_norm,
             clock=time.perf_counter,
         )
         started = time.perf_counter()
-        clip(self.parameters, norm=gradients.norm, limit=self.case.optimizer.clip_norm)
         self.optimiser.set_factor(1e-3)
         self.optimiser.step()
         self.optimiser.zero_grad()

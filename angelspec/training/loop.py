@@ -29,7 +29,7 @@ from angelspec.training.optimisers import Optimiser
 from angelspec.training.row_order import RowOrder
 from angelspec.training.schedules import learning_rate_factor
 from angelspec.training.steps import IDLE_ROW, TrainingStep
-from angelspec.training.update import Gradients, clip, compute_gradients
+from angelspec.training.update import Gradients, compute_gradients
 
 Report = Callable[[int, int, str], None]
 """Called after every step with steps done, steps in all (an upper bound where a stage may end early) and a note."""
@@ -147,7 +147,6 @@ class _Run:
             folder / "checkpoints", run_id=run_id, keep=section.keep_checkpoints, ranks=ranks
         )
         self.optimiser = Optimiser(model, section.optimizer)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.rows_per_step = section.rows_per_step * ranks.world_size
         self.progress = Progress(rows_per_step=self.rows_per_step)
         rows = step.trainable_rows()
@@ -243,6 +242,7 @@ class _Run:
             lambda row_ids: self.forward(row_ids, objective=stage.objective, step=progress.step),
             model=self.model,
             ranks=self.ranks,
+            clip_norm=section.optimizer.clip_norm,
             clock=time.perf_counter,
         )
         progress.refused_rows += gradients.num_refused_rows
@@ -260,7 +260,6 @@ class _Run:
                     "the newest checkpoint is whole",
                 )
         else:
-            clip(self.parameters, norm=gradients.norm, limit=section.optimizer.clip_norm)
             self.optimiser.step()
         self.optimiser.zero_grad()
         self.clock.add({**gradients.seconds, "optimiser": time.perf_counter() - started})

@@ -70,6 +70,7 @@ def compute_gradients(
     *,
     model: nn.Module,
     ranks: Ranks,
+    clip_norm: float | None = None,
     clock: Callable[[], float] | None = None,
 ) -> Gradients:
     """Leave the gradient of the whole step in the parameters and return the summed terms.
@@ -77,6 +78,7 @@ def compute_gradients(
     Args:
         micro_batches: row ids; every rank must give the same number of micro-batches.
         terms_of: forward pass of one micro-batch.
+        clip_norm: gradients are scaled down so that their global norm is at most this; None: as they are.
         clock: measures the backward pass where given.
     """
     first = terms_of(micro_batches[0])
@@ -118,18 +120,20 @@ def compute_gradients(
     numerators, denominators, counts, positions, refused = _reduce(parts, names, ranks)
     parameters = [p for p in model.parameters() if p.requires_grad]
     ranks.sum_gradients(parameters)
-    total = denominators[names[0]]
-    if not divide_first and total:
+    divisor = 1.0 if divide_first else denominators[names[0]] or 1.0
+    norm = gradient_norm(parameters) / divisor
+    factor = min(1.0, clip_norm / norm) if clip_norm is not None and norm > 0 else 1.0
+    if factor != divisor:  # one pass divides and clips
         for parameter in parameters:
             if parameter.grad is not None:
-                parameter.grad.div_(total)
+                parameter.grad.mul_(factor / divisor)
     return Gradients(
         numerators=numerators,
         denominators=denominators,
         counts=counts,
         num_positions=positions,
         num_refused_rows=refused,
-        norm=gradient_norm(parameters),
+        norm=norm,
         seconds=seconds,
     )
 
@@ -141,14 +145,6 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
         return 0.0
     norm = torch.nn.utils.get_total_norm(gradients)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
-def clip(parameters: Sequence[nn.Parameter], *, norm: float, limit: float) -> None:
-    """Scale all gradients down so that their norm is at most ``limit``."""
-    if norm > limit:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(limit / norm)
 
 
 def _add_seconds(total: dict[str, float], measured: Mapping[str, float], *, backward: float) -> None:

@@ -4,7 +4,7 @@ from torch import nn
 
 from angelspec.objectives.terms import Ratio, SlotCounts
 from angelspec.training.distributed import Ranks
-from angelspec.training.update import StepTerms, clip, compute_gradients, gradient_norm
+from angelspec.training.update import StepTerms, compute_gradients
 
 X = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
 
@@ -27,10 +27,12 @@ def terms_of(model, *, names=("token",), shared=False):
     return call
 
 
-def gradients(micro_batches, **settings):
+def gradients(micro_batches, *, clip_norm=None, **settings):
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
-    result = compute_gradients(micro_batches, terms_of(model, **settings), model=model, ranks=Ranks())
+    result = compute_gradients(
+        micro_batches, terms_of(model, **settings), model=model, ranks=Ranks(), clip_norm=clip_norm
+    )
     return result, [p.grad.clone() for p in model.parameters()]
 
 
@@ -89,14 +91,18 @@ def test_non_finite_and_empty_steps_are_told_apart():
 
 
 def test_clipping_scales_all_gradients_together():
-    model = nn.Linear(4, 4)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    parameters = list(model.parameters())
-    norm = gradient_norm(parameters)
-    assert norm == pytest.approx(20**0.5)
-    clip(parameters, norm=norm, limit=100.0)
-    assert gradient_norm(parameters) == pytest.approx(norm)
-    clip(parameters, norm=norm, limit=1.0)
-    assert gradient_norm(parameters) == pytest.approx(1.0)
-    assert torch.allclose(model.weight.grad, model.bias.grad[0].expand(4, 4))
+    whole, unclipped = gradients([range(12)])
+    assert gradient_norm_of(unclipped) == pytest.approx(whole.norm)
+    for limit in (whole.norm * 2, whole.norm / 4):
+        for micro_batches in ([range(12)], [range(5), range(5, 12)]):
+            for names in (("token",), ("token", "other")):
+                reference, before = gradients(micro_batches, names=names)
+                result, clipped = gradients(micro_batches, names=names, clip_norm=limit)
+                assert result.norm == pytest.approx(reference.norm), "the norm is that before clipping"
+                assert gradient_norm_of(clipped) == pytest.approx(min(limit, reference.norm))
+                for a, b in zip(before, clipped, strict=True):
+                    torch.testing.assert_close(a * min(1.0, limit / reference.norm), b)
+
+
+def gradient_norm_of(tensors):
+    return sum(float(t.pow(2).sum()) for t in tensors) ** 0.5
