@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from angelspec.core.costs import CostTable
+from angelspec.core.errors import DataError
 from angelspec.decoding.answers import Decoded, DecodeRun, Stopwatch, accept_tokens
 from angelspec.decoding.proposer import Proposals, Proposer
 from angelspec.ops.dcut import Cut, choose_cut, cut, survivals
@@ -94,11 +95,19 @@ def decode(
 
     Raises:
         ValueError: an empty prompt, or nothing to generate.
+        DataError: prompt and answer may outgrow the target's positions.
     """
     if not all(prompts):
         raise ValueError(f"prompt {next(i for i, p in enumerate(prompts) if not p)} is empty")
     if max_new_tokens < 1 or batch_size < 1:
         raise ValueError("max_new_tokens and batch_size must be at least 1")
+    longest, positions = max(map(len, prompts), default=0), target.geometry.max_position_embeddings
+    if longest + max_new_tokens > positions:
+        raise DataError(
+            f"a prompt of {longest} tokens and an answer of {max_new_tokens} exceed the {positions} positions of "
+            f"{target.name}",
+            mend="shorten the prompts (data.max_prompt_tokens) or the answers (evaluation.max_new_tokens)",
+        )
     if not prompts:
         return DecodeRun([], Stopwatch(target.device).seconds, 0.0)
     row_ids = range(len(prompts)) if row_ids is None else row_ids
@@ -111,7 +120,7 @@ def decode(
             target,
             proposer,
             num_rows=min(batch_size, len(prompts)),
-            capacity=max(map(len, prompts)) + max_new_tokens + proposer.depth,
+            capacity=longest + max_new_tokens + proposer.depth,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=seed,
@@ -237,6 +246,7 @@ class _Loop:
         if answer.finish_reason is not None:
             del self.running[row]
             self._free.append(row)
+            self._cache.lengths[row] = 0  # or a long row that is gone would keep the cache wide
         return len(taken), answer.finish_reason == "stop"
 
     def _forward(self, rows: Tensor, tokens_BT: Tensor) -> TargetStates:

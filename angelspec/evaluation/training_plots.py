@@ -68,7 +68,8 @@ def _draw_terms(axes: Axes, curves: Mapping[str, _Curves], *, consecutive: bool)
     for number, (name, item) in enumerate(curves.items()):
         for term, points in item.terms.items():
             index = terms.index(term)
-            label = term if consecutive else f"{name}: {term}"
+            words = term.replace("_", " ")
+            label = words if consecutive else f"{name}: {words}"
             first = not consecutive or not any(term in earlier.terms for earlier in list(curves.values())[:number])
             axes.plot(
                 *zip(*points, strict=True),
@@ -78,7 +79,7 @@ def _draw_terms(axes: Axes, curves: Mapping[str, _Curves], *, consecutive: bool)
             )
     axes.set_ylabel("loss term, weighted mean per position")
     if consecutive and terms:
-        axes.legend(loc="upper right")
+        axes.legend(loc="upper right", frameon=True, facecolor="white", edgecolor="none", framealpha=0.9)
     elif not consecutive:
         legend_above(axes, columns=2)
 

@@ -5,6 +5,7 @@ import torch
 from decoding_builders import ScriptedProposer, random_prompts, small_target
 
 from angelspec.core.costs import CostEntry, CostTable
+from angelspec.core.errors import DataError
 from angelspec.decoding.answers import COMPONENTS
 from angelspec.decoding.plain import decode_without_cache
 from angelspec.decoding.proposers import LookupProposer, NoProposer
@@ -177,6 +178,25 @@ def test_what_cannot_be_decoded_is_refused(target):
         _decode(target, NoProposer(), [[2], []])
     with pytest.raises(ValueError, match="at least 1"):
         _decode(target, NoProposer(), [[2]], max_new_tokens=0)
+    with pytest.raises(DataError, match="exceed the 512 positions"):
+        _decode(target, NoProposer(), [[2] * 493])
+    assert len(_decode(target, NoProposer(), [[2] * 492], stop_token_ids=[]).answers[0].tokens) == 20
+
+
+def test_a_long_row_that_is_gone_does_not_keep_the_cache_wide(target, monkeypatch):
+    caches = []
+    inner = target.new_cache
+    monkeypatch.setattr(target, "new_cache", lambda **size: caches.append(inner(**size)) or caches[-1])
+    widths = []
+
+    def script(history):
+        widths.append(caches[0].width)
+        return []
+
+    prompts = [[2] * 400, *([[3, 4]] * 4)]
+    _decode(target, ScriptedProposer(script, depth=1), prompts, batch_size=2, stop_token_ids=[])
+    assert widths[0] > 400
+    assert widths[-1] <= 64
 
 
 def test_decoding_leaves_no_gradient(target):
