@@ -241,12 +241,10 @@ def _content_sha256(path: Path) -> str:
 
 def source_revision(folder: Path) -> str | None:
     """The exact revision a folder was made from: a hub commit, a wheel's checksum; None for a user's own folder."""
-    record = folder / SOURCE_RECORD
-    if record.is_file():
-        return str(read_json(record).get("revision"))
     if re.fullmatch(r"[0-9a-f]{40}", folder.name) and folder.parent.name == "snapshots":
         return folder.name
-    return None
+    record = folder / SOURCE_RECORD
+    return str(read_json(record).get("revision")) if record.is_file() else None
 
 
 @contextmanager
