@@ -269,11 +269,13 @@ class _Journal:
             for line in path.read_bytes().splitlines(keepends=True):
                 try:
                     value = json.loads(line)
-                    self._replies[value.pop("request")] = Reply(**value)
+                    key = value.pop("request")
+                    reply = Reply(**value)
                 except (ValueError, KeyError, TypeError):
                     break
                 if not line.endswith(b"\n"):
                     break
+                self._replies[key] = reply
                 good += len(line)
         self._stream = path.open("r+b" if path.exists() else "wb")
         self._stream.truncate(good)
