@@ -95,9 +95,8 @@ def measured_report(
         results = measure(target, proposers, suites, settings=settings, folder=folder / "units", advance=meter)
     progress.say("  speed beside plain decoding")
     speed = measure_speed(
-        target, proposers, suites, settings=settings, rounds=2, prompts_per_suite=_SPEED_PROMPTS,
-        folder=folder / "units",
-    )  # fmt: skip
+        target, proposers, [mixed_suite(suites, _SPEED_PROMPTS)], settings=settings, rounds=2, folder=folder / "units"
+    )
     exactness = []
     if exact_target is not None and recipe.evaluation.exactness_prompts:
         progress.say("  output against plain decoding, token for token, in float32")
