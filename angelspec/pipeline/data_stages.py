@@ -27,9 +27,7 @@ from angelspec.pipeline.estimates import amounts
 from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
 from angelspec.targets.target import Target, verify_target
 
-_NOT_OF_THE_ANSWERS = {
-    "keep_finish_reasons", "max_repeated_share", "concurrency", "retries", "timeout_seconds", "endpoint_key_variable",
-}  # fmt: skip
+_NOT_OF_THE_ANSWERS = {"keep_finish_reasons", "concurrency", "retries", "timeout_seconds", "endpoint_key_variable"}
 """Rollout values that do not change what the target answers."""
 
 

@@ -134,7 +134,7 @@ def test_interrupted_anywhere_and_resumed_gives_the_same_bytes(straight, tmp_pat
         ("training.stages.end-to-end.steps=4", ["train-end-to-end", "evaluate", "export"]),
         ("training.stages.cold-start.steps=12", ["train-cold-start", "train-end-to-end", "evaluate", "export"]),
         ("training.log_every=1", ["export"]),
-        ("rollout.max_repeated_share=0.99", ["pack", "export"]),
+        ("rollout.keep_finish_reasons=[stop, length, loop]", ["pack", "export"]),
         ("description=another", ["export"]),
     ],
 )
