@@ -172,7 +172,6 @@ class _Loop:
         requests = [request for _, request in arrivals]
         lengths_B = self._tensor([len(request.tokens) for request in requests])
         tokens_BT = self._padded([request.tokens for request in requests])
-        self._cache.lengths[rows.cpu()] = 0
         self._proposer.reset(rows)
         with self.watch.span("prefill"):
             states = self._forward(rows, tokens_BT)
@@ -246,7 +245,7 @@ class _Loop:
         if answer.finish_reason is not None:
             del self.running[row]
             self._free.append(row)
-            self._cache.lengths[row] = 0  # or a long row that is gone would keep the cache wide
+            self._cache.lengths[row] = 0
         return len(taken), answer.finish_reason == "stop"
 
     def _forward(self, rows: Tensor, tokens_BT: Tensor) -> TargetStates:

@@ -76,6 +76,22 @@ def test_a_stop_token_inside_a_block_ends_the_answer_there(target):
     assert inside > 5, "no stop token fell inside a block: the test tests nothing"
 
 
+def test_proposals_behind_a_stop_token_do_not_count_as_accepted(target):
+    """Even where the target would have gone on with just these tokens."""
+    prompts = random_prompts(20, vocab_size=32, seed=12)
+    endless = decode_without_cache(target, prompts, max_new_tokens=20, temperature=0.0, seed=0, stop_token_ids=[])
+    whole = [prompt + answer.tokens for prompt, answer in zip(prompts, endless, strict=True)]
+
+    def script(history):
+        return next(tokens for tokens in whole if tokens[: len(history)] == history)[len(history) :]
+
+    stop = endless[0].tokens[3]
+    run = _decode(target, ScriptedProposer(script, depth=7), prompts, stop_token_ids=[stop])
+    assert run.answers[0].tokens == endless[0].tokens[:4]
+    assert (run.answers[0].committed, run.answers[0].accepted, run.answers[0].proposed) == ([3], [3], [7])
+    assert run.answers[0].counts(depth=7).accepted_through == (1, 1, 1, 0, 0, 0, 0)
+
+
 def test_the_stop_token_may_be_the_first_token(target):
     prompts = random_prompts(40, vocab_size=32, seed=2)
     first = decode_without_cache(target, prompts, max_new_tokens=1, temperature=0.0, seed=0)
