@@ -189,6 +189,7 @@ def trained_drafter(work: Work) -> BlockDrafter:
 
 def _run_evaluate(work: Work) -> StageOutput:
     recipe = work.recipe
+    work.session.release_features()
     target = work.session.target(recipe.evaluation.dtype)
     suites = suites_of(
         read_conversations(work.before["prompts"].folder / "evaluation.jsonl"),

@@ -38,7 +38,6 @@ class Session:
             self._features = (key, make())
         return self._features[1]
 
-    def release(self) -> None:
-        """Forget the loaded targets and features."""
-        self._targets.clear()
+    def release_features(self) -> None:
+        """Forget the feature sources: training is over and they may fill much of the memory."""
         self._features = None

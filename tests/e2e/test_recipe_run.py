@@ -112,18 +112,17 @@ def test_a_second_run_reuses_every_stage(straight):
     assert content(folder / "drafter") == before
 
 
-@pytest.mark.parametrize("stride", [13])
-def test_interrupted_anywhere_and_resumed_gives_the_same_bytes(straight, tmp_path, stride):
+def test_interrupted_again_and_again_and_resumed_gives_the_same_bytes(straight, tmp_path):
     folder, first = straight
     interruptions = 0
-    for attempt in range(400):
-        recorder = Recorder(stop_at=stride + attempt % 3)
+    # each attempt gets a little further than the last, since a unit that is interrupted is redone from its start
+    for attempt in range(first.events):
         try:
-            run(tmp_path / "run", progress=recorder)
+            run(tmp_path / "run", progress=Recorder(stop_at=5 + 9 * attempt))
             break
         except KeyboardInterrupt:
             interruptions += 1
-    assert interruptions >= first.events // (4 * stride)
+    assert interruptions >= 5
     assert content(tmp_path / "run" / "drafter") == content(folder / "drafter")
 
 
