@@ -21,6 +21,8 @@ from angelspec.targets.cache import SlotCache
 from angelspec.targets.target import Target
 
 _ARGMAX_BLOCK = 512
+_PREFILL_ROWS = 8
+"""Prompts prefilled together: enough tokens to fill a product, few enough that they are padded little."""
 _LOOP_CHECK_FROM, _LOOP_CHECK_EVERY = 64, 16
 
 
@@ -171,7 +173,8 @@ class _Engine:
         while self.finished < len(self.prompts):
             free = [slot for slot, prompt in enumerate(self.prompt_of) if prompt is None]
             if self.queue and (len(free) >= min(self.refill_at, len(self.queue)) or len(free) == len(self.prompt_of)):
-                self._fill(free[: len(self.queue)])
+                for start in range(0, min(len(free), len(self.queue)), _PREFILL_ROWS):
+                    self._fill(free[start : start + _PREFILL_ROWS])
             elif free and not self.queue and len(free) >= max(1, len(self.prompt_of) // 8):
                 self._compact()
             if bool(self.active_B.any()):
@@ -188,6 +191,7 @@ class _Engine:
     def _fill(self, slots: list[int]) -> None:
         """Prefill the next prompts of the queue into free slots and choose their first tokens."""
         chosen, self.queue = self.queue[: len(slots)], self.queue[len(slots) :]
+        slots = slots[: len(chosen)]
         cache, device = self.cache, self.target.device
         rows_B = torch.tensor(slots)
         skip = self._copy_prefix(rows_B)
