@@ -108,7 +108,7 @@ def section(*, objective: Objective = CE, stages=None, **changes) -> TrainingSec
     base = {
         "features": "online", "rows_per_step": 2, "rows_per_micro_batch": 2, "anchors_per_row": 6,
         "stages": stages or (TrainingStage(name="cold", objective=objective, steps=4),),
-        "matmul_dtype": "float32", "evaluate_every": 100, "held_out_anchors": 32, "save_every": 100, "log_every": 1,
+        "dtype": "float32", "evaluate_every": 100, "held_out_anchors": 32, "save_every": 100, "log_every": 1,
         "optimizer": OptimizerSection(learning_rate=3e-3),
     }  # fmt: skip
     return TrainingSection(**{**base, **changes})

@@ -222,10 +222,9 @@ class TrainingSection(Section):
     anchors_per_row: int = Field(default=64, ge=1)
     optimizer: OptimizerSection = OptimizerSection()
     stages: tuple[TrainingStage, ...] = Field(min_length=1)
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the matrix products; parameters and losses stay in float32."""
-    matmul_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the vocabulary head's products; auto: bfloat16 where the processor has it."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the matrix products; parameters, softmaxes and losses stay in float32. auto: bfloat16 where the
+    processor has such products."""
     evaluate_every: int = Field(default=200, ge=1)
     """Steps between held-out evaluations."""
     held_out_anchors: int = Field(default=1024, ge=1)

@@ -66,7 +66,6 @@ class BenchCase(BaseModel):
     target: TargetGeometry
     matmul: Precision = "float32"
     """Of the drafter's and the head's matrix products."""
-    head_matmul: Precision = "float32"
     row_length: int = 512
     rows_per_step: int = 1
     rows_per_micro_batch: int = 1
@@ -145,7 +144,6 @@ def reference_cases(
             drafter=drafter,
             target=geometry,
             matmul=matmul,
-            head_matmul=matmul,
             repeats=repeats,
         )
         for matmul in (matmuls or ("float32", "bfloat16"))
@@ -166,11 +164,11 @@ def recipe_cases(
     Raises:
         RecipeError: the recipe is wrong.
     """
-    from angelspec.training.run import head_dtype
+    from angelspec.training.run import product_dtype
 
     recipe = load_recipe(name_or_path, preset=preset, overrides=overrides)
     training = recipe.training
-    own = (training.dtype, str(head_dtype(training)).removeprefix("torch."))
+    own = str(product_dtype(training)).removeprefix("torch.")
     return [
         BenchCase(
             name=recipe.name,
@@ -179,7 +177,6 @@ def recipe_cases(
             drafter=recipe.drafter_config(),
             target=recipe.target.geometry,
             matmul=matmul,
-            head_matmul=head_matmul,
             row_length=recipe.pack.row_length,
             rows_per_step=training.rows_per_step,
             rows_per_micro_batch=training.rows_per_micro_batch,
@@ -188,7 +185,7 @@ def recipe_cases(
             online=training.features == "online",
             repeats=repeats,
         )
-        for matmul, head_matmul in ([(item, item) for item in matmuls] or [own])
+        for matmul in (matmuls or (own,))
         for stage in training.stages
     ]
 
@@ -267,11 +264,10 @@ def measure(case: BenchCase) -> BenchResult:
     if not case.online:
         shares.pop("target")
     shares["other"] = round(1.0 - sum(shares.values()), 4)
-    same = case.matmul == case.head_matmul
     return BenchResult(
         name=case.name,
         objective=case.objective_name,
-        matmul=case.matmul if same else f"{case.matmul}+{case.head_matmul}",
+        matmul=case.matmul,
         positions_per_step=stepper.positions,
         positions_per_second=stepper.positions / step,
         step_seconds=step,
@@ -373,7 +369,7 @@ class _Stepper:
         self.case = case
         self.drafter = new_drafter(case.drafter, seed=case.seed)
         self.optimiser = Optimiser(self.drafter, case.optimizer)
-        head_VD = world.head_VD.to(getattr(torch, case.head_matmul))
+        head_VD = world.head_VD.to(getattr(torch, case.matmul))
         self.forward = BlockStep(
             self.drafter,
             rows=world.rows,

@@ -42,11 +42,11 @@ def has_bfloat16_products(device: torch.device | str = "cpu") -> bool:
     return bool(supported()) or bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
 
 
-def head_dtype(section: TrainingSection, device: torch.device | str = "cpu") -> torch.dtype:
-    """Precision of the vocabulary head's products that ``training.matmul_dtype`` stands for on a device."""
-    if section.matmul_dtype == "auto":
+def product_dtype(section: TrainingSection, device: torch.device | str = "cpu") -> torch.dtype:
+    """Precision of matrix products that ``training.dtype`` stands for on a device."""
+    if section.dtype == "auto":
         return torch.bfloat16 if has_bfloat16_products(device) else torch.float32
-    return getattr(torch, section.matmul_dtype)
+    return getattr(torch, section.dtype)
 
 
 def make_features(
@@ -190,10 +190,10 @@ def train_drafter(
         rows=train_rows,
         features=sources["train"],
         embedding_VD=embedding_VD,
-        head_VD=head_VD.to(head_dtype(section, target.device)),
+        head_VD=head_VD.to(product_dtype(section, target.device)),
         anchors_per_row=section.anchors_per_row,
         seed=section.seed,
-        compute_dtype=getattr(torch, section.dtype),
+        compute_dtype=product_dtype(section, target.device),
         timed=target.device.type == "cpu",
     )
     evaluate = HeldOutAcceptance(

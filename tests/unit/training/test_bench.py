@@ -81,9 +81,9 @@ def test_the_reference_configuration_is_that_of_the_issue():
 
 
 def test_a_recipe_gives_a_case_per_stage_with_its_own_precision():
-    cases = recipe_cases("smollm2-dfly-nothink", overrides=["training.matmul_dtype=float32"], repeats=1)
+    cases = recipe_cases("smollm2-dfly-nothink", overrides=["training.dtype=float32"], repeats=1)
     assert len({case.objective_name for case in cases}) == len(cases) >= 2
-    assert {case.head_matmul for case in cases} == {"float32"}
+    assert {case.matmul for case in cases} == {"float32"}
     assert cases[0].drafter.num_layers == 2 and cases[0].target.hidden_size == 576
     both = recipe_cases("smollm2-dfly-nothink", matmuls=["float32", "bfloat16"])
     assert len(both) == 2 * len(cases)
@@ -95,6 +95,4 @@ def test_bench_training_measures_the_named_cases(monkeypatch):
     asked = []
     monkeypatch.setattr(bench, "run_apart", lambda case: asked.append(case) or case)
     bench_training(objectives=["lk"], matmuls=["bfloat16"], repeats=7)
-    assert [(c.objective_name, c.matmul, c.head_matmul, c.repeats) for c in asked] == [
-        ("lk", "bfloat16", "bfloat16", 7)
-    ]
+    assert [(c.objective_name, c.matmul, c.repeats) for c in asked] == [("lk", "bfloat16", 7)]
