@@ -22,7 +22,7 @@ def data() -> None:
     type=click.Choice(["either", "given", "rollout"]),
     default="either",
     show_default=True,
-    help="given: every row needs an answer; rollout: answers are ignored; either: conversations need one, prompts none.",
+    help="given: rows need an answer; rollout: answers are ignored; either: conversations need one, prompts none.",
 )
 @click.option("--quarantine", type=click.Path(path_type=Path), help="Write the refused rows to this file.")
 def check_command(files: tuple[Path, ...], as_json: bool, responses: str, quarantine: Path | None) -> None:
@@ -39,7 +39,8 @@ def check_command(files: tuple[Path, ...], as_json: bool, responses: str, quaran
             click.echo(f"  {place}{row['line']}: {row['reason']}: {row['detail']}")
         for note in result["notes"]:
             place = f"{note['file']}:" if "file" in note else ""
-            click.echo(f"  {place}{note['line']}: kept, {note['note']}" + (f": {note['detail']}" if note["detail"] else ""))
+            detail = f": {note['detail']}" if note["detail"] else ""
+            click.echo(f"  {place}{note['line']}: kept, {note['note']}{detail}")
         if result["ignored_keys"]:
             keys = ", ".join(f"{key} ({count})" for key, count in result["ignored_keys"].items())
             click.echo(f"  keys that nothing reads: {keys}")

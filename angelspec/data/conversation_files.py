@@ -13,7 +13,7 @@ from angelspec.data.conversation import Conversation, Message, ToolCall
 
 
 def write_conversations(path: Path, conversations: Iterable[Conversation]) -> None:
-    """Write one JSON line per conversation, atomically; without where it was read, so that equal content is equal bytes."""
+    """Write one JSON line per conversation, atomically, without where it was read: equal content is equal bytes."""
     lines = []
     for conversation in conversations:
         value = asdict(conversation)

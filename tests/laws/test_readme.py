@@ -14,7 +14,8 @@ from angelspec.core.recipe_files import list_recipes
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
-COMMANDS = [line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines() if line.startswith("angelspec ")]
+LINES = [line for block in BLOCKS for line in block.splitlines()]
+COMMANDS = [line.split("#")[0].strip() for line in LINES if line.startswith("angelspec ")]
 
 
 def parse(line: str) -> None:

@@ -59,8 +59,8 @@ class _Huge(type(KNOWN_TARGETS["tiny-llama"].geometry)):
 
 
 def test_a_case_runs_in_a_process_of_its_own_and_a_dead_one_is_reported(capsys):
-    result = run_apart(tiny_case(head_matmul="bfloat16"))
-    assert result.matmul == "float32+bfloat16" and result.threads == torch.get_num_threads()
+    result = run_apart(tiny_case(matmul="bfloat16"))
+    assert result.matmul == "bfloat16" and result.threads == torch.get_num_threads()
     print_bench([result])
     assert "yardsticks" in capsys.readouterr().out
     with pytest.raises(TrainingError, match="measuring tiny with ce failed: rows of 2 tokens host no block of 4"):
