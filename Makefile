@@ -11,7 +11,7 @@ run: $(VENV)/.core
 
 test: $(VENV)/.dev
 	$(BIN)/ruff check angelspec tests
-	$(BIN)/python -m pytest -m "not slow" -q
+	$(BIN)/python -m pytest -m "not slow" -q -n 2 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check angelspec tests
