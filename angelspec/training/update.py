@@ -143,7 +143,8 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return 0.0
-    norm = torch.nn.utils.get_total_norm(gradients)
+    on_cpu = gradients[0].device.type == "cpu"  # where the fused norm of many tensors runs on one thread
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=False if on_cpu else None)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
