@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -226,13 +227,14 @@ def run_apart(case: BenchCase) -> BenchResult:
         check=False,
     )
     what = f"measuring {case.name} with {case.objective_name}"
-    if child.returncode < 0:
+    if child.returncode == -signal.SIGKILL:
         raise MissingRequirement(
-            f"{what} was killed by signal {-child.returncode}, most likely for want of memory",
+            f"{what} was killed, most likely for want of memory",
             mend="measure a smaller case, for example --set training.rows_per_micro_batch=1",
         )
     if child.returncode:
-        raise TrainingError(f"{what} failed: {(child.stderr.strip().splitlines() or ['no message'])[-1]}")
+        reason = (child.stderr.strip().splitlines() or [f"status {child.returncode}"])[-1]
+        raise TrainingError(f"{what} failed: {reason}")
     return BenchResult.model_validate(json.loads(child.stdout.strip().splitlines()[-1]))
 
 
@@ -394,7 +396,6 @@ class _Stepper:
             model=self.drafter,
             ranks=Ranks(),
             clip_norm=self.case.optimizer.clip_norm,
-            clock=time.perf_counter,
         )
         started = time.perf_counter()
         self.optimiser.set_factor(1e-3)

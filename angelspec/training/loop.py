@@ -243,7 +243,6 @@ class _Run:
             model=self.model,
             ranks=self.ranks,
             clip_norm=section.optimizer.clip_norm,
-            clock=time.perf_counter,
         )
         progress.refused_rows += gradients.num_refused_rows
         started = time.perf_counter()

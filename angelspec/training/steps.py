@@ -19,7 +19,7 @@ from angelspec.drafters.block import BlockDrafter
 from angelspec.objectives import LowRank, Teacher, Workspace, block_loss_terms
 from angelspec.ops.anchors import Anchors, anchor_candidates, sample_anchors
 from angelspec.training.features import FeatureSource
-from angelspec.training.update import StepTerms
+from angelspec.training.update import HEAD_DONE, StepTerms
 
 if TYPE_CHECKING:
     from angelspec.data.dataset import PackedRows
@@ -188,13 +188,13 @@ class BlockStep:
 
     @staticmethod
     def _seconds(stamps: list[float], hidden_ND: Tensor) -> dict[str, float]:
-        """Time of each part; the head's backward pass ends when the gradient reaches its input and is added then."""
+        """Time of each part; the head's backward pass ends when the gradient reaches its input."""
         stamps.append(time.perf_counter())
         seconds = {name: stamps[i + 1] - stamps[i] for i, name in enumerate(("target", "backbone", "head"))}
         if hidden_ND.requires_grad:
 
             def reached(gradient: Tensor) -> None:
-                seconds["head_backward"] = time.perf_counter() - stamps[-1]
+                seconds[HEAD_DONE] = time.perf_counter()
 
             hidden_ND.register_hook(reached)
         return seconds

@@ -8,6 +8,7 @@ first, and with several micro-batches they come from a forward pass without grad
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -32,9 +33,12 @@ class StepTerms:
     num_refused_rows: int = 0
     """Rows left out because their features are not finite."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Where the time went (target, backbone, head and, after ``backward``, head_backward); empty where it is not
-    measured."""
+    """Seconds by part (target, backbone, head), and the moment ``HEAD_DONE`` once ``backward`` has left the head; empty
+    where it is not measured."""
 
+
+HEAD_DONE = "head_done"
+"""Key of ``StepTerms.seconds``: reading of ``time.perf_counter`` when the gradient reached the head's input."""
 
 TermsOf = Callable[[Sequence[int]], StepTerms]
 """Rows of one micro-batch to its terms."""
@@ -71,7 +75,6 @@ def compute_gradients(
     model: nn.Module,
     ranks: Ranks,
     clip_norm: float | None = None,
-    clock: Callable[[], float] | None = None,
 ) -> Gradients:
     """Leave the gradient of the whole step in the parameters and return the summed terms.
 
@@ -79,10 +82,10 @@ def compute_gradients(
         micro_batches: row ids; every rank must give the same number of micro-batches.
         terms_of: forward pass of one micro-batch.
         clip_norm: gradients are scaled down so that their global norm is at most this; None: as they are.
-        clock: measures the backward pass where given.
     """
     first = terms_of(micro_batches[0])
     names = list(first.losses)
+    seconds: dict[str, float] = {}
     groups = _denominator_groups(first.losses)
     scales = dict.fromkeys(names, 1.0)
     divide_first = len(groups) > 1
@@ -91,21 +94,21 @@ def compute_gradients(
         if len(micro_batches) > 1:
             with torch.no_grad():
                 for rows in micro_batches[1:]:
-                    for name, ratio in terms_of(rows).losses.items():
+                    terms = terms_of(rows)
+                    _add_seconds(seconds, terms.seconds, started=0.0, ended=0.0)
+                    for name, ratio in terms.losses.items():
                         denominators[name] = denominators[name] + ratio.denominator.double()
         totals = ranks.sum(torch.stack([denominators[name] for name in names])).tolist()
         scales = {name: 1.0 / total if total else 0.0 for name, total in zip(names, totals, strict=True)}
 
     parts: list[StepTerms] = []
-    seconds: dict[str, float] = {}
     for number, rows in enumerate(micro_batches):
         terms = first if number == 0 else terms_of(rows)
         first = None
-        started = clock() if clock else 0.0
+        started = time.perf_counter()
         loss = torch.stack([terms.losses[name].numerator * scales[name] for name in names]).sum()
         loss.backward()
-        if clock:
-            _add_seconds(seconds, terms.seconds, backward=clock() - started)
+        _add_seconds(seconds, terms.seconds, started=started, ended=time.perf_counter())
         detached = {name: Ratio(*(value.detach() for value in ratio)) for name, ratio in terms.losses.items()}
         parts.append(
             StepTerms(
@@ -148,13 +151,15 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def _add_seconds(total: dict[str, float], measured: Mapping[str, float], *, backward: float) -> None:
-    """Add a micro-batch's times, its backward pass shared out between head and backbone."""
-    head = measured.get("head_backward", 0.0)
+def _add_seconds(total: dict[str, float], measured: Mapping[str, float], *, started: float, ended: float) -> None:
+    """Add a micro-batch's times; its backward pass, ``started`` to ``ended``, is shared out to head and backbone."""
+    if not measured:
+        return
+    left_head = measured.get(HEAD_DONE, started)
     for key, value in {
-        "target": measured.get("target", 0.0),
-        "backbone": measured.get("backbone", 0.0) + backward - head,
-        "head": measured.get("head", 0.0) + head,
+        "target": measured["target"],
+        "backbone": measured["backbone"] + ended - left_head,
+        "head": measured["head"] + left_head - started,
     }.items():
         total[key] = total.get(key, 0.0) + value
 

@@ -1,12 +1,16 @@
+import time
+
 import pytest
 import torch
 from training_builders import CE, E2E, LK, pattern_rows, tiny_config, tiny_target
 
 from angelspec.core.objective import Objective
 from angelspec.ops.anchors import Anchors
+from angelspec.training.distributed import Ranks
 from angelspec.training.features import OnlineFeatures
 from angelspec.training.run import new_drafter
 from angelspec.training.steps import IDLE_ROW, BlockStep, row_generator, supervise
+from angelspec.training.update import compute_gradients
 
 
 def block_step(name="dfly", rows=None, **changes):
@@ -164,3 +168,19 @@ def test_refused_rows_are_counted_and_give_no_gradient():
     terms, _, together = gradient(step, [0, 1])
     assert terms.num_refused_rows == 1
     torch.testing.assert_close(together, alone)
+
+
+@pytest.mark.parametrize("name", ["dfly", "dspark"])
+def test_the_parts_of_a_step_s_time_add_up(name):
+    """Also with several denominators and micro-batches, where the forward pass runs twice."""
+    objective = Objective(ce=1.0, end_to_end_tv=1.0, confidence=float(name == "dspark"), position_weights="d-pace")
+    step = block_step(name, timed=True)
+    started = time.perf_counter()
+    seconds = compute_gradients(
+        [[0], [1], [2]],
+        lambda rows: step(rows, objective=objective, step=0),
+        model=step.drafter,
+        ranks=Ranks(),
+    ).seconds
+    assert set(seconds) == {"target", "backbone", "head"} and min(seconds.values()) > 0
+    assert sum(seconds.values()) < time.perf_counter() - started
