@@ -44,7 +44,8 @@ LOOKUP = "prompt lookup"
 """Name of the drafter without weights in every table."""
 TRAINING_LOG = f"training/{METRICS}"
 """Where an export keeps its training log."""
-_SPEED_PROMPTS = 8
+_SPEED_PROMPTS, _SPEED_TOKENS = 8, 64
+"""The race against plain decoding: prompts of all suites in turns, and the longest answer."""
 
 
 def suites_of(
@@ -95,7 +96,12 @@ def measured_report(
         results = measure(target, proposers, suites, settings=settings, folder=folder / "units", advance=meter)
     progress.say("  speed beside plain decoding")
     speed = measure_speed(
-        target, proposers, [mixed_suite(suites, _SPEED_PROMPTS)], settings=settings, rounds=2, folder=folder / "units"
+        target,
+        proposers,
+        [mixed_suite(suites, _SPEED_PROMPTS)],
+        settings=settings.model_copy(update={"max_new_tokens": min(_SPEED_TOKENS, settings.max_new_tokens)}),
+        rounds=2,
+        folder=folder / "units",
     )
     exactness = []
     if exact_target is not None and recipe.evaluation.exactness_prompts:
