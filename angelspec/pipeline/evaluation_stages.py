@@ -46,6 +46,8 @@ TRAINING_LOG = f"training/{METRICS}"
 """Where an export keeps its training log."""
 _SPEED_PROMPTS, _SPEED_TOKENS = 8, 64
 """The race against plain decoding: prompts of all suites in turns, and the longest answer."""
+_EXACT_TOKENS = 96
+"""Longest answer of the comparison with plain decoding, which decodes one request at a time."""
 
 
 def suites_of(
@@ -110,7 +112,9 @@ def measured_report(
             exact_target,
             proposers,
             mixed_suite(suites, recipe.evaluation.exactness_prompts),
-            settings=settings,
+            settings=settings.model_copy(
+                update={"max_new_tokens": min(_EXACT_TOKENS, settings.max_new_tokens), "cut": None}
+            ),
             folder=folder / "units",
         )
     return Report(

@@ -26,7 +26,7 @@ _REPORTING = {"stages", "tracker", "log_every", "save_every", "keep_checkpoints"
 
 
 def section_of(recipe: Recipe, index: int) -> TrainingSection:
-    """The training section of one stage alone, with a seed of its own."""
+    """The training section of one stage alone, with row order and anchors of its own."""
     training = recipe.training
     return training.model_copy(update={"stages": (training.stages[index],), "seed": training.seed + index})
 
@@ -115,6 +115,7 @@ def _run(work: Work, index: int) -> StageOutput:
             folder=work.folder,
             initial=initial,
             features=features,
+            held_out_seed=recipe.training.seed,
             report=lambda done, total, note: meter(done, total=total, note=note),
         )
     if result.status == "interrupted":

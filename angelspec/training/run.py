@@ -145,6 +145,7 @@ def train_drafter(
     folder: Path,
     initial: dict[str, torch.Tensor] | None = None,
     features: Mapping[str, FeatureSource] | None = None,
+    held_out_seed: int | None = None,
     ranks: Ranks | None = None,
     report: Report | None = None,
     feature_report: Progress | None = None,
@@ -159,6 +160,7 @@ def train_drafter(
         initial: weights to start from.
         features: of ``train`` and ``held-out`` rows, where they were made before (see ``make_features``); None: as
             ``section.features`` says.
+        held_out_seed: of the held-out anchors; None: ``section.seed``. Runs that are compared need the same.
         ranks: this process among several; None: as the launcher's environment says.
         report: called after every step.
         feature_report: called while features are computed.
@@ -203,7 +205,7 @@ def train_drafter(
         embedding_VD=embedding_VD,
         head_VD=head_VD.float() if head_VD.device.type == "cpu" else head_VD,
         num_anchors=section.held_out_anchors,
-        seed=section.seed,
+        seed=section.seed if held_out_seed is None else held_out_seed,
         ranks=ranks,
     )
     run_id = run_identity(
