@@ -112,9 +112,7 @@ def measured_report(
             exact_target,
             proposers,
             mixed_suite(suites, recipe.evaluation.exactness_prompts),
-            settings=settings.model_copy(
-                update={"max_new_tokens": min(_EXACT_TOKENS, settings.max_new_tokens), "cut": None}
-            ),
+            settings=settings.model_copy(update={"max_new_tokens": min(_EXACT_TOKENS, settings.max_new_tokens)}),
             folder=folder / "units",
         )
     return Report(
