@@ -15,6 +15,7 @@ import psutil
 from angelspec import __version__
 from angelspec.core.locations import cache_folder
 from angelspec.core.recipe_files import list_recipes, load_recipe
+from angelspec.pipeline.progress import table_console
 from angelspec.pipeline.requirements import missing_requirements
 
 _GIB = 2**30
@@ -97,10 +98,10 @@ def _size(folder: Path) -> int:
 
 def print_examination(examination: dict[str, Any]) -> None:
     """Print the examination for a person."""
-    from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
+    console = table_console()
     machine = examination["machine"]
     console.print(f"[bold]angelspec {examination['angelspec']}[/bold] on Python {examination['python']}")
     console.print(
@@ -119,7 +120,7 @@ def print_examination(examination: dict[str, Any]) -> None:
         table.add_row(name, found or "[red]missing[/red]", "" if found else "reinstall angelspec")
     for name, item in examination["optional"].items():
         table.add_row(name, item["version"] or "[yellow]not installed[/yellow]",
-                      item["for"] if item["version"] else f"{item['for']}: {item['get']}")  # fmt: skip
+                      item["for"] if item["version"] else escape(f"{item['for']}: {item['get']}"))  # fmt: skip
     console.print(table)
     for cache in examination["caches"]:
         console.print(f"{cache['what']}: {cache['bytes'] / _GIB:.2f} GiB in {cache['path']}", highlight=False)

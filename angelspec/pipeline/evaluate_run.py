@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from angelspec.core.errors import CheckpointError, RecipeError
 from angelspec.core.manifest import DrafterManifest
@@ -28,7 +27,7 @@ from angelspec.pipeline.evaluation_stages import (
     save_report,
     suites_of,
 )
-from angelspec.pipeline.progress import Progress
+from angelspec.pipeline.progress import Progress, table_console
 from angelspec.pipeline.session import Session
 
 
@@ -126,8 +125,9 @@ def evaluate_checkpoints(
     logs = {name: path for name, path in logs.items() if path.is_file()}
     save_report(report, folder, metrics=logs, consecutive=False)
     if not quiet:
-        print_report(report, console=Console())
-        Console().print(f"report: {folder / 'report.md'}", highlight=False)
+        console = table_console()
+        print_report(report, console=console)
+        console.print(f"report: {folder / 'report.md'}", highlight=False)
 
 
 def _names(checkpoints: Sequence[Path]) -> list[str]:

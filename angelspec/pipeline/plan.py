@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import yaml
-from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
 from angelspec.core.recipe import Recipe
+from angelspec.pipeline.progress import table_console
 from angelspec.pipeline.stages import stages_of
 
 
@@ -25,7 +25,7 @@ def size(amount: int | None) -> str:
 
 def print_plan(recipe: Recipe) -> None:
     """Print the plan."""
-    console = Console()
+    console = table_console()
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
     table = Table(

@@ -13,6 +13,13 @@ from rich.progress import Task as RichTask
 from rich.text import Text
 
 _LINE_SECONDS = 15.0
+_WIDTH_OF_A_FILE = 140
+
+
+def table_console() -> Console:
+    """Standard output for tables: as wide as the terminal, or wide enough not to cut cells where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH_OF_A_FILE)
 
 
 class _Rate(ProgressColumn):

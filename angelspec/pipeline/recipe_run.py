@@ -6,12 +6,11 @@ import shutil
 from pathlib import Path
 
 import yaml
-from rich.console import Console
 
 from angelspec.core.files import write_json_atomic, write_text_atomic
 from angelspec.core.recipe import Recipe
-from angelspec.evaluation.report import Report, print_report
-from angelspec.pipeline.progress import Progress
+from angelspec.evaluation.report import Report, Table, print_report
+from angelspec.pipeline.progress import Progress, table_console
 from angelspec.pipeline.requirements import check_requirements
 from angelspec.pipeline.runner import run_stages
 from angelspec.pipeline.session import Session
@@ -69,10 +68,15 @@ def _replace_folder(source: Path, destination: Path) -> None:
     fresh.rename(destination)
 
 
+def main_table(table: Table) -> bool:
+    """Whether a table is shown at the end of a run; the others are in the report."""
+    return "unfinished" not in table.title and not table.title.startswith("Time per")
+
+
 def _print_end(recipe: Recipe, drafter: Path, *, target_folder: Path) -> None:
-    console = Console()
-    print_report(Report.load(drafter / "report.json"), console=console)
-    console.print(f"\ndrafter: [bold]{drafter}[/bold]   report: {drafter / 'report.md'}", highlight=False)
+    console = table_console()
+    print_report(Report.load(drafter / "report.json"), console=console, only=main_table)
+    console.print(f"\ndrafter: [bold]{drafter}[/bold]\nreport:  {drafter / 'report.md'}", highlight=False)
     for instruction in serve_instructions(
         recipe.drafter_config(),
         checkpoint=drafter,
