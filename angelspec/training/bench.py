@@ -39,6 +39,7 @@ from angelspec.core.recipe_files import load_recipe
 from angelspec.training.distributed import Ranks
 from angelspec.training.features import Features, FeatureSource, OnlineFeatures
 from angelspec.training.optimisers import Optimiser
+from angelspec.training.precision import product_dtype
 from angelspec.training.run import new_drafter
 from angelspec.training.steps import BlockStep
 from angelspec.training.update import compute_gradients
@@ -165,8 +166,6 @@ def recipe_cases(
     Raises:
         RecipeError: the recipe is wrong.
     """
-    from angelspec.training.run import product_dtype
-
     recipe = load_recipe(name_or_path, preset=preset, overrides=overrides)
     training = recipe.training
     own = str(product_dtype(training)).removeprefix("torch.")

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from angelspec.core.errors import CheckpointError
 from angelspec.core.recipe import OptimizerSection
+from angelspec.training.precision import has_bfloat16_products
 
 _INSIDE_A_LAYER = re.compile(r"(^|\.)(layers\.\d+|midlayer)\.")
 _NO_DECAY = re.compile(r"(layer_fusion_weights|embed_tokens\.weight|markov_w1\.weight)$")
@@ -58,7 +59,7 @@ def orthogonalise(matrices_NRC: Tensor, *, steps: int = 5, dtype: torch.dtype | 
     Args:
         matrices_NRC: [N, rows, columns].
         steps: iterations of the quintic.
-        dtype: precision of the products; bfloat16 by default, which the iteration tolerates.
+        dtype: precision of the products; None: bfloat16, which the iteration tolerates, where it is fast.
 
     Returns:
         A tensor of the same shape and dtype.
@@ -67,7 +68,9 @@ def orthogonalise(matrices_NRC: Tensor, *, steps: int = 5, dtype: torch.dtype | 
     tall = matrices_NRC.shape[-2] > matrices_NRC.shape[-1]
     x = matrices_NRC.mT if tall else matrices_NRC
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
-    x = x.to(dtype or torch.bfloat16)
+    if dtype is None:
+        dtype = torch.bfloat16 if has_bfloat16_products(x.device) else torch.float32
+    x = x.to(dtype)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
