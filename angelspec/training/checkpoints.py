@@ -309,14 +309,6 @@ class Checkpoints:
         self.ranks.barrier()
         return path
 
-    def point_best(self, step: int) -> None:
-        """Make ``best`` name the checkpoint of ``step``, which must exist."""
-        if self.ranks.is_first:
-            self.read(self.folder / f"step-{step:08d}")
-            write_text_atomic(self.folder / "best", f"step-{step:08d}\n")
-            self._prune()
-        self.ranks.barrier()
-
     def _prune(self) -> None:
         """Keep the newest ones and all that a pointer names. A checkpoint left by an interruption goes first: a
         run that was stopped and resumed ends with the same folder as one that was not."""

@@ -7,14 +7,13 @@ not give one parameter the moments of another, and so that a missing entry has a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from angelspec.core.errors import CheckpointError
 from angelspec.core.recipe import OptimizerSection
 from angelspec.training.precision import has_bfloat16_products
 
@@ -189,7 +188,8 @@ class Optimiser:
             optimiser.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Every state tensor as ``<parameter name>/<state name>``, e.g. ``final_norm.weight/exp_avg``."""
+        """Every state tensor as ``<parameter name>/<state name>``, e.g. ``final_norm.weight/exp_avg``; to restore a
+        state, create it and copy into these."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         return {
             f"{names[id(parameter)]}/{key}": value
@@ -212,31 +212,3 @@ class Optimiser:
                         state["step"] = torch.zeros((), dtype=torch.float32)
                         state["exp_avg"] = torch.zeros_like(parameter)
                         state["exp_avg_sq"] = torch.zeros_like(parameter)
-
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what ``state_tensors`` gave.
-
-        Raises:
-            CheckpointError: entries are missing, unexpected or misshapen, by name.
-        """
-        self.create_state()
-        mine = self.state_tensors()
-        missing, unexpected = sorted(set(mine) - set(tensors)), sorted(set(tensors) - set(mine))
-        misshapen = sorted(k for k in set(mine) & set(tensors) if mine[k].shape != tensors[k].shape)
-        if missing or unexpected or misshapen:
-            raise CheckpointError(
-                "the optimiser state does not fit this drafter: "
-                + "; ".join(
-                    f"{label} {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
-                    for label, names in (
-                        ("missing", missing),
-                        ("unexpected", unexpected),
-                        ("misshapen", misshapen),
-                    )
-                    if names
-                ),
-                mend="resume with the recipe that wrote the checkpoint, or start a new run folder",
-            )
-        with torch.no_grad():
-            for key, value in mine.items():
-                value.copy_(tensors[key])

@@ -44,9 +44,9 @@ def test_newest_and_best_are_kept_and_nothing_else(store):
         "best", "latest", "step-00000001", "step-00000003", "step-00000004",
     ]  # fmt: skip
     assert store.best().step == 1 and store.latest().step == 4
-    store.point_best(4)
-    save(store, 5)
-    assert [p.name for p in sorted(store.folder.glob("step-*"))] == ["step-00000004", "step-00000005"]
+    save(store, 5, is_best=True)
+    save(store, 6)
+    assert [p.name for p in sorted(store.folder.glob("step-*"))] == ["step-00000005", "step-00000006"]
 
 
 def test_a_checkpoint_of_an_interruption_leaves_no_trace_after_the_next(store):
