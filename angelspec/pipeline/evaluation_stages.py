@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from angelspec import __version__
-from angelspec.core.errors import CheckpointError
 from angelspec.core.files import write_text_atomic
 from angelspec.core.fingerprint import file_sha256, fingerprint
 from angelspec.core.manifest import DrafterManifest, MeasuredAcceptance, TargetIdentity, TrainedStage, TrainingRecord
@@ -26,7 +25,6 @@ from angelspec.data.rounds import first_round
 from angelspec.decoding.proposer import Proposer
 from angelspec.decoding.proposers import BlockProposer, LookupProposer
 from angelspec.drafters.block import BlockDrafter
-from angelspec.drafters.checkpoint import load_drafter, save_drafter
 from angelspec.evaluation.acceptance import check_exactness, measure, measure_speed, num_answers
 from angelspec.evaluation.plots import plot_report
 from angelspec.evaluation.report import DrafterFacts, Machine, Report, SuiteFacts, TargetFacts, to_markdown
@@ -38,6 +36,7 @@ from angelspec.pipeline.progress import Progress
 from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
 from angelspec.pipeline.training_stages import WEIGHTS, stage_name
 from angelspec.targets.target import Target
+from angelspec.training.export import export_drafter
 from angelspec.training.metrics import FILE_NAME as METRICS
 
 LOOKUP = "prompt lookup"
@@ -359,15 +358,14 @@ def _run_export(work: Work) -> StageOutput:
     folder = work.folder / "drafter"
     dtype = getattr(torch, recipe.export.dtype)
     embedding = work.session.target(recipe.target.dtype).embedding_VD if recipe.export.include_embedding else None
-    save_drafter(drafter, folder, dtype=dtype, manifest=_manifest(work, report), embedding_VD=embedding)
-    loaded = load_drafter(folder, geometry=recipe.target.geometry)
-    wrong = [
-        name
-        for name, tensor in loaded.drafter.state_dict().items()
-        if not torch.equal(tensor, drafter.state_dict()[name])
-    ]
-    if wrong:
-        raise CheckpointError(f"the export does not load back as it was: {', '.join(wrong)}")
+    export_drafter(
+        drafter,
+        folder,
+        dtype=dtype,
+        manifest=_manifest(work, report),
+        embedding_VD=embedding,
+        geometry=recipe.target.geometry,
+    )
     hashes = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
     for path in sorted(report_folder.glob("*")):
         if path.is_file() and path.suffix in (".json", ".md", ".png") and path.name != "stage.json":
