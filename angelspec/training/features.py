@@ -2,7 +2,7 @@
 
 Three sources give the same tensors: ``OnlineFeatures`` runs the target inside the step, ``MemoryFeatures`` ran it
 once and holds the result, ``DiskFeatures`` reads shards. Documents of a packed row are isolated in the target's
-forward: a token attends to earlier tokens of its own document, at document-local positions.
+forward (``extraction``): a token attends to earlier tokens of its own document, at document-local positions.
 
 Shapes: R rows, T tokens of a row, F features (number of taps times the target's hidden size), D target hidden size.
 """
@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,6 +26,7 @@ from torch import Tensor
 from angelspec.core.errors import DataError, MissingRequirement
 from angelspec.core.files import read_json, write_json_atomic
 from angelspec.training.distributed import Ranks
+from angelspec.training.extraction import Features, extract
 
 if TYPE_CHECKING:
     from angelspec.data.dataset import PackedRows
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 """Version of the interface and of the shards: raised when the meaning or layout of a stored tensor changes."""
 
-ROWS_PER_FORWARD = 4
-"""Rows of one target forward when features are extracted ahead; fixed, so that a resumed extraction is exact."""
+ROWS_PER_EXTRACTION = 16
+"""Rows given to ``extract`` at once when features are extracted ahead; fixed, so that a resumed one is exact."""
 MAX_REFUSED_FRACTION = 0.02
 """Share of rows with non-finite features above which an extraction stops."""
 _SHARD_BYTES = 256 * 2**20
@@ -44,22 +44,6 @@ _MANIFEST = "manifest.json"
 
 Progress = Callable[[int, int], None]
 """Called with rows done and rows in all."""
-
-
-@dataclass(frozen=True)
-class Features:
-    """What a step receives of the target for some rows."""
-
-    taps_RTF: Tensor
-    """Outputs of the tapped layers, concatenated in id order."""
-    hidden_RTD: Tensor
-    """Last hidden states after the target's final norm."""
-    finite_R: Tensor
-    """bool; a row with a non-finite feature is refused: its features are zero and it must not be trained on."""
-
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Features:
-        """The same features on another device, in another precision if one is given."""
-        return Features(self.taps_RTF.to(device, dtype), self.hidden_RTD.to(device, dtype), self.finite_R.to(device))
 
 
 class FeatureSource(Protocol):
@@ -75,51 +59,6 @@ class FeatureSource(Protocol):
 def bytes_per_row(row_length: int, *, hidden_size: int, num_taps: int, dtype: torch.dtype) -> int:
     """Bytes that the features of one packed row take, held or stored."""
     return row_length * hidden_size * (num_taps + 1) * dtype.itemsize
-
-
-def document_mask(document_RT: Tensor) -> Tensor:
-    """Which earlier tokens each token may see: those of its own document, itself included.
-
-    Returns:
-        bool [R, 1, T, T]. Padding sees padding, so that no row of the softmax is empty.
-    """
-    num_tokens = document_RT.shape[1]
-    causal_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=document_RT.device).tril()
-    return ((document_RT[:, :, None] == document_RT[:, None, :]) & causal_TT)[:, None]
-
-
-@torch.no_grad()
-def extract(
-    target: Target, *, tokens_RT: Tensor, document_RT: Tensor, position_RT: Tensor, layer_ids: tuple[int, ...]
-) -> Features:
-    """Run the target over packed rows, isolated by document.
-
-    Raises:
-        DataError: the target gives states of another shape than these rows have.
-    """
-    device = target.device
-    states = target.forward(
-        tokens_RT.to(device, torch.int64),
-        positions_BT=position_RT.to(device, torch.int64),
-        attention_mask=document_mask(document_RT.to(device)),
-        layer_ids=layer_ids,
-    )
-    hidden_size = target.geometry.hidden_size
-    for name, tensor, width in (
-        ("features", states.taps_BTF, hidden_size * len(layer_ids)),
-        ("last hidden states", states.hidden_BTD, hidden_size),
-    ):
-        if tuple(tensor.shape) != (*tokens_RT.shape, width):
-            raise DataError(
-                f"the target gave {name} of shape {list(tensor.shape)} for rows of shape "
-                f"{list(tokens_RT.shape)}; expected {[*tokens_RT.shape, width]}"
-            )
-    taps_RTF, hidden_RTD = states.taps_BTF, states.hidden_BTD
-    finite_R = taps_RTF.isfinite().flatten(1).all(1) & hidden_RTD.isfinite().flatten(1).all(1)
-    if not finite_R.all():
-        taps_RTF = taps_RTF.masked_fill(~finite_R[:, None, None], 0)
-        hidden_RTD = hidden_RTD.masked_fill(~finite_R[:, None, None], 0)
-    return Features(taps_RTF, hidden_RTD, finite_R)
 
 
 class OnlineFeatures:
@@ -178,8 +117,8 @@ class MemoryFeatures:
         self._hidden = torch.empty(num_rows, row_length, hidden_size, dtype=dtype)
         self._finite = torch.ones(num_rows, dtype=torch.bool)
         online = OnlineFeatures(target, rows, layer_ids=self.layer_ids)
-        for start in range(0, num_rows, ROWS_PER_FORWARD):
-            batch = range(start, min(start + ROWS_PER_FORWARD, num_rows))
+        for start in range(0, num_rows, ROWS_PER_EXTRACTION):
+            batch = range(start, min(start + ROWS_PER_EXTRACTION, num_rows))
             features = online.fetch(batch)
             self._taps[start : batch.stop] = features.taps_RTF.cpu()
             self._hidden[start : batch.stop] = features.hidden_RTD.cpu()
@@ -271,7 +210,8 @@ def write_shards(
     hidden_size = target.geometry.hidden_size
     row_bytes = bytes_per_row(row_length, hidden_size=hidden_size, num_taps=len(layer_ids), dtype=dtype)
     if rows_per_shard is None:
-        rows_per_shard = max(ROWS_PER_FORWARD, _SHARD_BYTES // row_bytes // ROWS_PER_FORWARD * ROWS_PER_FORWARD)
+        whole = _SHARD_BYTES // row_bytes // ROWS_PER_EXTRACTION
+        rows_per_shard = max(1, whole) * ROWS_PER_EXTRACTION
     manifest = {
         "layer_ids": list(layer_ids),
         "hidden_size": hidden_size,
@@ -304,10 +244,10 @@ def write_shards(
         first = shard * rows_per_shard
         last = min(first + rows_per_shard, num_rows)
         parts = []
-        for start in range(first, last, ROWS_PER_FORWARD):
-            parts.append(online.fetch(range(start, min(start + ROWS_PER_FORWARD, last))).to("cpu", dtype))
+        for start in range(first, last, ROWS_PER_EXTRACTION):
+            parts.append(online.fetch(range(start, min(start + ROWS_PER_EXTRACTION, last))).to("cpu", dtype))
             if progress is not None:
-                progress(min(start + ROWS_PER_FORWARD, last), num_rows)
+                progress(min(start + ROWS_PER_EXTRACTION, last), num_rows)
         path = _shard_path(folder, shard)
         temporary = path.with_name(f".{path.name}.tmp")
         save_file(
