@@ -1,4 +1,4 @@
-"""``angelspec recipe``: list, show, check, run."""
+"""``angelspec recipe``: list, show, check, run, compare."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _preset = click.option("--preset", metavar="NAME", help="A preset of the recipe,
 
 @click.group()
 def recipe() -> None:
-    """List, inspect, check and run recipes."""
+    """List, inspect, check, run and compare recipes."""
 
 
 @recipe.command("list")
@@ -101,6 +101,45 @@ def run_command(
     from angelspec.pipeline.recipe_run import run_recipe
 
     run_recipe(resolved, output=folder, store=store, quiet=quiet)
+
+
+@recipe.command("compare")
+@click.argument("name")
+@_set
+@click.option("--plan", is_flag=True, help="Print the variants and their recipes' differences; run nothing.")
+@click.option(
+    "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder of the report (default: runs/NAME)."
+)
+@click.option(
+    "--store",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of the stages, shared by runs (default: runs/store, or OUTPUT/store with --output).",
+)
+@click.option("--quiet", is_flag=True, help="Show no progress.")
+def compare_command(
+    name: str, overrides: tuple[str, ...], plan: bool, output: Path | None, store: Path | None, quiet: bool
+) -> None:
+    """Train the variants of comparison NAME (or a YAML file), several seeds each, and measure which is better."""
+    from angelspec.core.comparison import load_comparison
+
+    comparison = load_comparison(name).with_overrides(overrides)
+    runs = list(comparison.runs())
+    if plan:
+        click.echo(f"{comparison.name}: {comparison.description}")
+        click.echo(f"recipe {comparison.base}, seeds {', '.join(map(str, comparison.seeds))}: {len(runs)} trainings")
+        for variant, changes in {"every variant": comparison.set, **comparison.variants}.items():
+            click.echo(f"  {variant}:" + ("" if changes else " the recipe as it is"))
+            for key, value in changes.items():
+                click.echo(f"    {key}={json.dumps(value)}")
+        for ordering in comparison.orderings:
+            click.echo(f"  expected: {ordering.better} > {ordering.worse} ({ordering.claim})")
+        return
+    folder = output or Path("runs") / comparison.name
+    store = store or (Path("runs") / "store" if output is None else output / "store")
+
+    from angelspec.pipeline.compare_run import run_comparison
+
+    run_comparison(comparison, output=folder, store=store, quiet=quiet)
 
 
 @recipe.command("reference")

@@ -220,6 +220,8 @@ class TrainingSection(Section):
     """Packed rows per optimiser step and rank."""
     rows_per_micro_batch: int = Field(default=2, ge=1)
     anchors_per_row: int = Field(default=64, ge=1)
+    workloads: tuple[Workload, ...] | None = None
+    """Only answers of these workloads are trained on and held out; None: all."""
     optimizer: OptimizerSection = OptimizerSection()
     stages: tuple[TrainingStage, ...] = Field(min_length=1)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

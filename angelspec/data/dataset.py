@@ -103,18 +103,17 @@ class PackedRows:
         return PackedRows(**{name: tensor[index] for name, tensor in self._tensors().items()}, documents=self.documents)
 
     def only(self, *, workloads: Sequence[Workload]) -> PackedRows:
-        """The same rows with supervision kept in the documents of some workloads only.
+        """The same rows with supervision kept in the documents of some workloads only; no row is dropped, so that
+        features of these rows still belong to them.
 
         Raises:
             DataError: no supervised token is left.
         """
         wanted = torch.tensor([document.workload in workloads for document in self.documents] + [False])
         mask_RT = self.loss_mask_RT & wanted[self.document_RT.long()]  # padding looks up the last entry
-        keep = mask_RT.any(dim=1)
-        if not keep.any():
+        if not mask_RT.any():
             raise DataError(f"no document of workload {', '.join(workloads)}", mend="choose workloads of the data")
-        masked = PackedRows(self.tokens_RT, mask_RT, self.document_RT, self.position_RT, self.documents)
-        return masked.rows(keep.nonzero().flatten())
+        return PackedRows(self.tokens_RT, mask_RT, self.document_RT, self.position_RT, self.documents)
 
     def require_tokens(self, *, vocab_size: int, mask_token_id: int) -> None:
         """Refuse tokens that the target does not have, and the mask token, which may occur in no document.

@@ -185,12 +185,15 @@ def _last_training(recipe: Recipe) -> str:
 
 
 def trained_drafter(work: Work) -> BlockDrafter:
-    """The run's drafter with its weights rounded as they are exported."""
-    recipe = work.recipe
+    """The run's drafter as it is exported."""
+    return export_weights(work.recipe, work.before[_last_training(work.recipe)].folder / WEIGHTS)
+
+
+def export_weights(recipe: Recipe, path: Path) -> BlockDrafter:
+    """The recipe's drafter with these weights, rounded as they are exported."""
     drafter = BlockDrafter(recipe.drafter_config())
-    weights = load_file(work.before[_last_training(recipe)].folder / WEIGHTS)
     dtype = getattr(torch, recipe.export.dtype)
-    drafter.load_state_dict({name: tensor.to(dtype).float() for name, tensor in weights.items()})
+    drafter.load_state_dict({name: tensor.to(dtype).float() for name, tensor in load_file(path).items()})
     return drafter.eval().requires_grad_(False)
 
 

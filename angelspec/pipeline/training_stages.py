@@ -95,6 +95,8 @@ def _run(work: Work, index: int) -> StageOutput:
     section, config = section_of(recipe, index), recipe.drafter_config()
     target = work.session.target(recipe.target.dtype)
     rows = packed_rows(work)
+    if section.workloads is not None:
+        rows = {name: part.only(workloads=section.workloads) for name, part in rows.items()}
     initial, before = None, None
     if index > 0:
         before = work.before[stage_name(recipe, index - 1)]

@@ -1,0 +1,175 @@
+"""``angelspec recipe compare``: train every variant with every seed, then decode the same prompts with all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from angelspec.core.comparison import Comparison
+from angelspec.core.files import write_text_atomic
+from angelspec.core.modes import Mode
+from angelspec.core.recipe import Recipe
+from angelspec.data.reading import read_sources
+from angelspec.decoding.proposer import Proposer
+from angelspec.decoding.proposers import BlockProposer
+from angelspec.evaluation.acceptance import measure, num_answers
+from angelspec.evaluation.comparison import ComparisonReport, Outcome, Training, comparison_tables
+from angelspec.evaluation.comparison_plot import plot_comparison
+from angelspec.pipeline.evaluation_stages import (
+    LOOKUP,
+    export_weights,
+    lookup_proposer,
+    measure_settings,
+    suites_of,
+)
+from angelspec.pipeline.progress import Progress, table_console
+from angelspec.pipeline.requirements import check_requirements
+from angelspec.pipeline.runner import run_stages
+from angelspec.pipeline.session import Session
+from angelspec.pipeline.stage import StageResult
+from angelspec.pipeline.stages import stages_of
+from angelspec.pipeline.store import Store
+from angelspec.pipeline.training_stages import WEIGHTS, stage_name
+
+_NOT_COMPARED = ("evaluate", "export")
+"""Stages of a recipe that a comparison replaces by one measurement of all variants together."""
+
+
+def run_comparison(
+    comparison: Comparison, *, output: Path, store: Path, quiet: bool = False, progress: Progress | None = None
+) -> ComparisonReport:
+    """Train and measure everything; finished stages and measurements are reused.
+
+    Args:
+        comparison: what to compare.
+        output: gets ``comparison.json``, ``comparison.md``, ``comparison.png`` and the measurement's units.
+        store: folder of the stages; variants share rollouts, packed rows and features there.
+        quiet: show no progress and print no table.
+        progress: where to show progress; None: the console.
+
+    Raises:
+        RecipeError: a variant is wrong; before anything runs.
+        MissingRequirement: this machine cannot run it.
+    """
+    started = time.monotonic()
+    runs = list(comparison.runs())
+    for _, _, recipe in runs:
+        check_requirements(recipe, output=output)
+    base = runs[0][2]
+    progress = progress or Progress(quiet=quiet)
+    session = Session(base)
+    trainings, proposers = [], {}
+    with progress.running():
+        for number, (variant, seed, recipe) in enumerate(runs, start=1):
+            progress.say(f"({number}/{len(runs)}) variant '{variant}', seed {seed}")
+            stages = [stage for stage in stages_of(recipe) if stage.name not in _NOT_COMPARED]
+            results = run_stages(stages, recipe, store=Store(store), session=session, progress=progress)
+            trainings.append(_training(variant, seed, recipe, results))
+            proposers[variant, seed] = _proposer(f"{variant}/{seed}", recipe, results, session=session)
+        session.release_features()
+        outcomes = _measure_all(
+            base, proposers, modes=comparison.modes or (base.mode,), session=session, folder=output, progress=progress
+        )
+    report = ComparisonReport(
+        comparison=comparison,
+        mode=base.mode,
+        target=base.target.name or str(base.target.source),
+        temperature=base.evaluation.temperatures[0],
+        trainings=tuple(trainings),
+        outcomes=tuple(outcomes),
+        seconds=time.monotonic() - started,
+    )
+    _save(report, output)
+    if not quiet:
+        console = table_console()
+        for table in comparison_tables(report):
+            console.print(table.to_rich())
+        console.print(f"report: {output / 'comparison.md'}", highlight=False)
+    return report
+
+
+def _training(variant: str, seed: int, recipe: Recipe, results: Mapping[str, StageResult]) -> Training:
+    stages = [results[stage_name(recipe, index)] for index in range(len(recipe.training.stages))]
+    return Training(
+        variant=variant,
+        seed=seed,
+        steps=sum(stage.output.summary["steps"] for stage in stages),
+        supervised_positions=sum(stage.output.summary["supervised_positions"] for stage in stages),
+        held_out_accepted_length=stages[-1].output.summary["held_out_accepted_length"],
+        seconds=sum(stage.seconds for stage in stages),
+    )
+
+
+def _proposer(name: str, recipe: Recipe, results: Mapping[str, StageResult], *, session: Session) -> Proposer:
+    last = results[stage_name(recipe, len(recipe.training.stages) - 1)]
+    return BlockProposer(
+        export_weights(recipe, last.folder / WEIGHTS),
+        target=session.target(recipe.evaluation.dtype),
+        name=name,
+        shortlist=recipe.evaluation.shortlist,
+    )
+
+
+def _measure_all(
+    base: Recipe,
+    proposers: Mapping[tuple[str, int], Proposer],
+    *,
+    modes: Sequence[Mode],
+    session: Session,
+    folder: Path,
+    progress: Progress,
+) -> list[Outcome]:
+    """Decode the base recipe's evaluation prompts, rendered in each mode, with every drafter and prompt lookup."""
+    target = session.target(base.evaluation.dtype)
+    conversations = read_sources(base.data.evaluation, base.data, responses="rollout").accepted
+    settings = measure_settings(base)
+    settings = settings.model_copy(update={"temperatures": settings.temperatures[:1]})
+    everyone = [lookup_proposer(base), *proposers.values()]
+    identity = {proposer.name: key for key, proposer in proposers.items()} | {LOOKUP: (LOOKUP, None)}
+    outcomes = []
+    for mode in modes:
+        recipe = base.model_copy(update={"mode": mode})
+        suites = suites_of(
+            conversations,
+            target,
+            recipe,
+            names=[source.name for source in base.data.evaluation],
+            limit=base.evaluation.prompts_per_suite,
+        )
+        total = num_answers(suites, everyone, settings=settings)
+        with progress.meter(f"decode {mode} prompts", total=total, unit="answers") as meter:
+            results = measure(target, everyone, suites, settings=settings, folder=folder / "units", advance=meter)
+        for result in results:
+            variant, seed = identity[result.proposer]
+            outcomes += [
+                Outcome(
+                    variant=variant,
+                    seed=seed,
+                    mode=mode,
+                    workload=group.workload,
+                    finished=group.finished.counts,
+                    unfinished=group.unfinished.counts,
+                )
+                for group in result.groups
+            ]
+    return outcomes
+
+
+def _save(report: ComparisonReport, folder: Path) -> None:
+    picture = plot_comparison(report, folder / "comparison.png")
+    report.save(folder)
+    comparison = report.comparison
+    lines = [
+        f"# {comparison.name}",
+        "",
+        comparison.description,
+        "",
+        f"Recipe {comparison.base}, target {report.target}, {len(comparison.variants)} variants, seeds "
+        f"{', '.join(map(str, comparison.seeds))}; {report.seconds / 60:.0f} minutes.",
+        "",
+        f"![accepted length by variant]({picture.name})",
+        "",
+        *(table.to_markdown() for table in comparison_tables(report)),
+    ]
+    write_text_atomic(folder / "comparison.md", "\n".join(lines))
