@@ -16,7 +16,7 @@ from torch import Tensor
 
 from angelspec.core.acceptance import repeated_ngram_share
 from angelspec.core.errors import TargetError
-from angelspec.ops.sampling import sample_tokens, uniforms
+from angelspec.ops.sampling import sample_tokens, stream_keys
 from angelspec.targets.cache import SlotCache
 from angelspec.targets.target import Target
 
@@ -239,10 +239,8 @@ class _Engine:
         else:
             keys_B = self.key_B if rows_B is None else self.key_B[rows_B]
             lengths_B = self.cache.lengths.to(hidden_BD.device)
-            uniform_B = uniforms(keys_B, lengths_B if rows_B is None else lengths_B[rows_B], seed=self.seed)
-            token_B = sample_tokens(
-                logits_BV.float(), temperature=self.temperature, uniform_N=uniform_B, top_p=self.top_p
-            )
+            key_B = stream_keys(keys_B, lengths_B if rows_B is None else lengths_B[rows_B], seed=self.seed)
+            token_B = sample_tokens(logits_BV.float(), temperature=self.temperature, key_N=key_B, top_p=self.top_p)
             peak_B = logits_BV.amax(-1)
         if not bool(torch.isfinite(peak_B).all()):
             raise TargetError(f"target {self.target.name} gives logits that are not finite numbers")

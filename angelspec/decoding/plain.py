@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from angelspec.decoding.answers import Decoded, accept_tokens
-from angelspec.ops.sampling import sample_tokens, uniforms
+from angelspec.ops.sampling import sample_tokens, stream_keys
 
 if TYPE_CHECKING:
     from angelspec.targets.target import Target
@@ -43,7 +43,7 @@ def decode_plain(
         prompts: token ids, each of at least one token.
         max_new_tokens: longest answer.
         temperature: 0 takes the argmax.
-        seed: of the random streams; see ``ops.sampling.uniforms``.
+        seed: of the random streams; see ``ops.sampling.stream_keys``.
         stop_token_ids: tokens that end an answer; None: the target's.
         row_ids: each prompt's random stream; None: its index.
         progress: called with the number of finished answers.
@@ -99,8 +99,8 @@ def decode_without_cache(
 def _next_tokens(
     logits_BV: Tensor, row_ids: Sequence[int], positions: Sequence[int], *, temperature: float, seed: int
 ) -> list[int]:
-    uniform_B = uniforms(torch.tensor(row_ids), torch.tensor(positions), seed=seed).to(logits_BV.device)
-    return sample_tokens(logits_BV, temperature=temperature, uniform_N=uniform_B).tolist()
+    key_B = stream_keys(torch.tensor(row_ids), torch.tensor(positions), seed=seed).to(logits_BV.device)
+    return sample_tokens(logits_BV, temperature=temperature, key_N=key_B).tolist()
 
 
 def _append(

@@ -28,7 +28,7 @@ from angelspec.core.errors import DataError
 from angelspec.decoding.answers import Decoded, DecodeRun, Stopwatch, accept_tokens
 from angelspec.decoding.proposer import Proposals, Proposer
 from angelspec.ops.dcut import Cut, choose_cut, cut, survivals
-from angelspec.ops.sampling import sample_tokens, uniforms
+from angelspec.ops.sampling import sample_tokens, stream_keys
 from angelspec.ops.verification import verify
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def decode(
         prompts: token ids, each of at least one token.
         max_new_tokens: longest answer.
         temperature: 0 takes the target's argmax, else its samples are drawn at this temperature.
-        seed: of the random streams; see ``ops.sampling.uniforms``.
+        seed: of the random streams; see ``ops.sampling.stream_keys``.
         batch_size: rows decoded together; a finished row is given to the next prompt.
         cut: shortens each step's proposals; None verifies all.
         stop_token_ids: tokens that end an answer; None: the target's.
@@ -179,8 +179,8 @@ class _Loop:
             last_BD = states.hidden_BTD[torch.arange(len(rows), device=rows.device), lengths_B - 1]
             logits_BV = self._target.logits(last_BD)
         with self.watch.span("sample"):
-            uniform_B = self._uniforms(requests, lengths_B.unsqueeze(1)).squeeze(1)
-            first_tokens = sample_tokens(logits_BV, temperature=self._temperature, uniform_N=uniform_B).tolist()
+            key_B = self._keys(requests, lengths_B.unsqueeze(1)).squeeze(1)
+            first_tokens = sample_tokens(logits_BV, temperature=self._temperature, key_N=key_B).tolist()
         self._observe(rows, tokens_BT, torch.zeros_like(lengths_B), states, lengths_B)
         for (row, request), token in zip(arrivals, first_tokens, strict=True):
             self.running[row] = request
@@ -217,7 +217,7 @@ class _Loop:
                 proposals_BK=proposals_BK,
                 lengths_B=kept_B,
                 temperature=self._temperature,
-                uniform_BQ=self._uniforms(requests, chosen_positions_BQ),
+                key_BQ=self._keys(requests, chosen_positions_BQ),
             )
             accepted, chosen = verdict.accepted_B.tolist(), verdict.chosen_BQ.tolist()
         counts_B = verdict.accepted_B + 1
@@ -266,9 +266,9 @@ class _Loop:
                 counts_B=counts_B,
             )
 
-    def _uniforms(self, requests: Sequence[_Request], positions_BQ: Tensor) -> Tensor:
+    def _keys(self, requests: Sequence[_Request], positions_BQ: Tensor) -> Tensor:
         row_ids_B1 = self._tensor([request.row_id for request in requests]).unsqueeze(1)
-        return uniforms(row_ids_B1, positions_BQ, seed=self._seed)
+        return stream_keys(row_ids_B1, positions_BQ, seed=self._seed)
 
     def _padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         width = max(map(len, sequences))

@@ -52,7 +52,7 @@ def verify(
     proposals_BK: Tensor,
     lengths_B: Tensor,
     temperature: float,
-    uniform_BQ: Tensor | None = None,
+    key_BQ: Tensor | None = None,
 ) -> Verdict:
     """Choose the target's tokens and count the accepted proposals, for a whole batch.
 
@@ -61,7 +61,7 @@ def verify(
         proposals_BK: int64; may be padded behind ``lengths_B`` with any value.
         lengths_B: int64, proposals per row (they differ after a cut).
         temperature: 0 chooses the argmax.
-        uniform_BQ: float64, the random stream at the positions of the chosen tokens; needed above temperature 0.
+        key_BQ: int64, the random streams at the positions of the chosen tokens; needed above temperature 0.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -69,13 +69,31 @@ def verify(
     batch, num_slots, vocabulary = logits_BQV.shape
     if proposals_BK.shape != (batch, num_slots - 1):
         raise ValueError(f"{num_slots} verified slots need {num_slots - 1} proposals, not {tuple(proposals_BK.shape)}")
-    chosen_N = sample_tokens(
-        logits_BQV.reshape(-1, vocabulary),
-        temperature=temperature,
-        uniform_N=None if uniform_BQ is None else uniform_BQ.reshape(-1),
-    )
-    chosen_BQ = chosen_N.view(batch, num_slots)
+    if temperature == 0:
+        chosen_BQ = logits_BQV.argmax(dim=-1)
+    else:
+        chosen_BQ = _sample_until_refused(
+            logits_BQV, proposals_BK=proposals_BK, lengths_B=lengths_B, temperature=temperature, key_BQ=key_BQ
+        )
     return Verdict(chosen_BQ, count_accepted(proposals_BK, lengths_B, chosen_BQ))
+
+
+def _sample_until_refused(
+    logits_BQV: Tensor, *, proposals_BK: Tensor, lengths_B: Tensor, temperature: float, key_BQ: Tensor | None
+) -> Tensor:
+    """Draw slot after slot, only in rows whose proposals were right so far: nothing reads what lies behind."""
+    batch, num_slots, _ = logits_BQV.shape
+    chosen_BQ = torch.zeros(batch, num_slots, dtype=torch.int64, device=logits_BQV.device)
+    alive = torch.arange(batch, device=logits_BQV.device)
+    for slot in range(num_slots):
+        key_N = None if key_BQ is None else key_BQ[alive, slot]
+        token_N = sample_tokens(logits_BQV[alive, slot], temperature=temperature, key_N=key_N)
+        chosen_BQ[alive, slot] = token_N
+        if slot + 1 < num_slots:
+            alive = alive[(proposals_BK[alive, slot] == token_N) & (lengths_B[alive] > slot)]
+            if alive.numel() == 0:
+                break
+    return chosen_BQ
 
 
 def verify_reference(
@@ -84,16 +102,16 @@ def verify_reference(
     proposals_BK: Tensor,
     lengths_B: Tensor,
     temperature: float,
-    uniform_BQ: Tensor | None = None,
+    key_BQ: Tensor | None = None,
 ) -> list[list[int]]:
     """``verify`` in the words of its definition, token by token: the committed tokens of each row."""
     committed = []
     for row in range(logits_BQV.shape[0]):
         tokens: list[int] = []
         for slot in range(int(lengths_B[row]) + 1):
-            uniform = None if uniform_BQ is None else uniform_BQ[row, slot : slot + 1]
+            key = None if key_BQ is None else key_BQ[row, slot : slot + 1]
             logits = logits_BQV[row, slot : slot + 1]
-            tokens.append(int(sample_tokens(logits, temperature=temperature, uniform_N=uniform)))
+            tokens.append(int(sample_tokens(logits, temperature=temperature, key_N=key)))
             if slot < int(lengths_B[row]) and tokens[-1] != int(proposals_BK[row, slot]):
                 break
         committed.append(tokens)

@@ -35,7 +35,7 @@ def test_a_variant_wins_over_set_and_the_command_over_the_file():
 
 
 def test_wrong_variants_are_named():
-    with pytest.raises(RecipeError, match=r"variant 'b': .*drafter\.hed"):
+    with pytest.raises(RecipeError, match=r"(?s)variant 'b': .*drafter\.hed"):
         list(comparison(variants={"a": {}, "b": {"drafter.hed": "none"}}).runs())
     with pytest.raises(RecipeError, match="variant 'b' has another target"):
         list(comparison(variants={"a": {}, "b": {"target.trust_remote_code": True}}).runs())

@@ -4,7 +4,7 @@ import pytest
 import scipy.stats
 import torch
 
-from angelspec.ops.sampling import uniforms
+from angelspec.ops.sampling import stream_keys
 from angelspec.ops.verification import count_accepted, verify, verify_reference
 
 
@@ -35,12 +35,12 @@ def test_equals_the_reference(temperature, padding):
     proposals_BK = torch.randint(vocabulary, (batch, depth), generator=generator)
     lengths_B = torch.randint(depth + 1, (batch,), generator=generator)
     proposals_BK[torch.arange(depth) >= lengths_B.unsqueeze(1)] = padding
-    uniform_BQ = uniforms(torch.arange(batch).unsqueeze(1), torch.arange(depth + 1), seed=5)
+    key_BQ = stream_keys(torch.arange(batch).unsqueeze(1), torch.arange(depth + 1), seed=5)
     arguments = {
         "proposals_BK": proposals_BK,
         "lengths_B": lengths_B,
         "temperature": temperature,
-        "uniform_BQ": uniform_BQ,
+        "key_BQ": key_BQ,
     }
     verdict = verify(logits_BQV, **arguments)
     committed = [
@@ -75,7 +75,7 @@ def _first_two_tokens(temperature, *, broken):
         proposals_BK=torch.full((draws, 1), proposal),
         lengths_B=torch.ones(draws, dtype=torch.int64),
         temperature=temperature,
-        uniform_BQ=uniforms(rows.unsqueeze(1), torch.arange(2), seed=9),
+        key_BQ=stream_keys(rows.unsqueeze(1), torch.arange(2), seed=9),
     )
     first_B, second_B = verdict.chosen_BQ[:, 0].clone(), verdict.chosen_BQ[:, 1].clone()
     if broken:  # always accept
@@ -87,7 +87,7 @@ def _first_two_tokens(temperature, *, broken):
             proposals_BK=torch.empty(len(rejected), 0, dtype=torch.int64),
             lengths_B=torch.zeros(len(rejected), dtype=torch.int64),
             temperature=temperature,
-            uniform_BQ=uniforms(rows[rejected].unsqueeze(1), torch.tensor([1]), seed=9),
+            key_BQ=stream_keys(rows[rejected].unsqueeze(1), torch.tensor([1]), seed=9),
         )
         second_B[rejected] = follow.chosen_BQ[:, 0]
     joint = torch.softmax(first_V.double() / temperature, -1).unsqueeze(1) * torch.softmax(
