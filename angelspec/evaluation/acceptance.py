@@ -1,7 +1,8 @@
 """Measures drafters by decoding with them: acceptance, speed beside plain decoding, exactness.
 
-Work is cut into units, one per (suite, temperature, proposer); a finished unit lies as JSON in a folder under the
-fingerprint of everything it depends on, so that an interrupted measurement goes on and a changed one starts anew.
+Work is cut into units, one per (suites that fill a batch together, temperature, proposer); a finished unit lies as JSON
+in a folder under the fingerprint of everything it depends on, so that an interrupted measurement goes on and a changed
+one starts anew.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def measure(
     """Decode every suite at every temperature with every proposer.
 
     All proposers of one (suite, temperature) answer the same prompts from the same random streams, so in float32
-    they give the same answers, and their accepted lengths are compared on equal text.
+    they give the same answers, and their accepted lengths are compared on equal text. Suites too small for a batch
+    are decoded together.
 
     Args:
         target: the frozen model.
@@ -63,37 +65,58 @@ def measure(
         settings: how to decode.
         folder: where finished units are kept; None keeps none.
         advance: progress in answers; see ``num_answers``.
+
+    Returns:
+        one result per (suite, temperature, proposer), in this order of loops.
     """
     check_names(suites)
     _check_proposers(proposers)
-    results, done = [], 0
-    for suite in suites:
+    results: dict[tuple[str, float, str], SuiteResult] = {}
+    done = 0
+    for group in batch_groups(suites, batch_size=settings.batch_size):
         for temperature in settings.temperatures:
             for proposer in proposers:
                 unit = {
                     "unit": "acceptance",
-                    **unit_facts(target, suite, settings, temperature=temperature),
+                    **unit_facts(target, group, settings, temperature=temperature),
                     "proposer": dict(proposer.identity),
                 }
 
-                def run(suite=suite, temperature=temperature, proposer=proposer, done=done) -> SuiteResult:
-                    decoded = decode_suite(
+                def run(group=group, temperature=temperature, proposer=proposer, done=done) -> list[SuiteResult]:
+                    decoded = decode_suites(
                         target,
                         proposer,
-                        suite,
+                        group,
                         settings=settings,
                         temperature=temperature,
                         progress=None if advance is None else lambda finished: advance(done + finished),
                     )
-                    return _suite_result(decoded, suite=suite, temperature=temperature, proposer=proposer)
+                    return _suite_results(decoded, suites=group, temperature=temperature, proposer=proposer)
 
-                result = cached(folder, unit, SuiteResult, run)
-                # A unit knows a proposer by what it is, not by what it is called in this table.
-                results.append(result.model_copy(update={"proposer": proposer.name, "suite": suite.name}))
-                done += len(suite.prompts)
+                for suite, result in zip(group, cached(folder, unit, list[SuiteResult], run), strict=True):
+                    # A unit knows a proposer by what it is, not by what it is called in this table.
+                    named = result.model_copy(update={"proposer": proposer.name, "suite": suite.name})
+                    results[suite.name, temperature, proposer.name] = named
+                    done += len(suite.prompts)
                 if advance is not None:
                     advance(done)
-    return results
+    return [
+        results[suite.name, temperature, proposer.name]
+        for suite in suites
+        for temperature in settings.temperatures
+        for proposer in proposers
+    ]
+
+
+def batch_groups(suites: Sequence[Suite], *, batch_size: int) -> list[list[Suite]]:
+    """Neighbouring suites, joined until they fill a batch."""
+    groups: list[list[Suite]] = []
+    for suite in suites:
+        if groups and sum(len(member.prompts) for member in groups[-1]) < batch_size:
+            groups[-1].append(suite)
+        else:
+            groups.append([suite])
+    return groups
 
 
 def measure_speed(
@@ -125,7 +148,7 @@ def measure_speed(
         for temperature in settings.temperatures:
             unit = {
                 "unit": "speed",
-                **unit_facts(target, suite, settings, temperature=temperature),
+                **unit_facts(target, [suite], settings, temperature=temperature),
                 "proposers": [dict(proposer.identity) for proposer in drafters],
                 "rounds": rounds,
                 "threads": torch.get_num_threads(),
@@ -162,7 +185,7 @@ def check_exactness(
         for proposer in proposers:
             unit = {
                 "unit": "exactness",
-                **unit_facts(target, suite, settings, temperature=temperature),
+                **unit_facts(target, [suite], settings, temperature=temperature),
                 "proposer": dict(proposer.identity),
             }
 
@@ -176,7 +199,7 @@ def check_exactness(
                         temperature=temperature,
                         seed=settings.seed,
                     )
-                decoded = decode_suite(target, proposer, suite, settings=settings, temperature=temperature)
+                decoded = decode_suites(target, proposer, [suite], settings=settings, temperature=temperature)
                 return compare_answers(
                     target,
                     suite,
@@ -230,32 +253,55 @@ def compare_answers(
     )
 
 
-def decode_suite(
+def decode_suites(
     target: Target,
     proposer: Proposer,
-    suite: Suite,
+    suites: Sequence[Suite],
     *,
     settings: MeasureSettings,
     temperature: float,
     progress: Callable[[int], None] | None = None,
 ) -> DecodeRun:
-    """Answer a suite's prompts as the settings say; prompt i has random stream i."""
+    """Answer the prompts of some suites, one after another, as the settings say; a suite's prompt i has random
+    stream i."""
     return decode(
         target,
         proposer,
-        [prompt.tokens for prompt in suite.prompts],
+        [prompt.tokens for suite in suites for prompt in suite.prompts],
         max_new_tokens=settings.max_new_tokens,
         temperature=temperature,
         seed=settings.seed,
         batch_size=settings.batch_size,
         cut=settings.cut if proposer.depth else None,
+        row_ids=[index for suite in suites for index in range(len(suite.prompts))],
         progress=progress,
     )
 
 
-def _suite_result(run: DecodeRun, *, suite: Suite, temperature: float, proposer: Proposer) -> SuiteResult:
+def _suite_results(
+    run: DecodeRun, *, suites: Sequence[Suite], temperature: float, proposer: Proposer
+) -> list[SuiteResult]:
+    """Each suite's answers; of the time that suites spent together, each has the share of its steps."""
+    answers = iter(run.answers)
+    decoded = [[next(answers) for _ in suite.prompts] for suite in suites]
+    steps = [sum(len(answer.accepted) for answer in part) + len(part) for part in decoded]  # a prefill is a step
+    return [
+        _suite_result(part, suite=suite, temperature=temperature, proposer=proposer, run=run, share=own / sum(steps))
+        for suite, part, own in zip(suites, decoded, steps, strict=True)
+    ]
+
+
+def _suite_result(
+    answers: Sequence[Decoded],
+    *,
+    suite: Suite,
+    temperature: float,
+    proposer: Proposer,
+    run: DecodeRun,
+    share: float,
+) -> SuiteResult:
     by_workload: dict[str, dict[bool, list[Decoded]]] = {}
-    for prompt, answer in zip(suite.prompts, run.answers, strict=True):
+    for prompt, answer in zip(suite.prompts, answers, strict=True):
         ended = by_workload.setdefault(prompt.workload, {True: [], False: []})
         ended[answer.finish_reason == "stop"].append(answer)
     groups = tuple(
@@ -272,8 +318,8 @@ def _suite_result(run: DecodeRun, *, suite: Suite, temperature: float, proposer:
         proposer=proposer.name,
         depth=proposer.depth,
         groups=groups,
-        seconds=run.seconds,
-        total_seconds=run.total_seconds,
+        seconds={name: seconds * share for name, seconds in run.seconds.items()},
+        total_seconds=run.total_seconds * share,
     )
 
 
@@ -289,12 +335,12 @@ def _race(
     """All runners in turns; the first runner is plain decoding."""
     short = settings.model_copy(update={"max_new_tokens": min(4, settings.max_new_tokens)})
     for runner in runners:
-        decode_suite(target, runner, suite, settings=short, temperature=temperature)
+        decode_suites(target, runner, [suite], settings=short, temperature=temperature)
     tokens, seconds = [0] * len(runners), [0.0] * len(runners)
     for turn in range(rounds):
         order = range(len(runners)) if turn % 2 == 0 else reversed(range(len(runners)))
         for index in order:
-            run = decode_suite(target, runners[index], suite, settings=settings, temperature=temperature)
+            run = decode_suites(target, runners[index], [suite], settings=settings, temperature=temperature)
             tokens[index] += sum(len(answer.tokens) for answer in run.answers)
             seconds[index] += run.total_seconds
     return [
@@ -321,14 +367,16 @@ def _top2_gap(target: Target, tokens: Sequence[int]) -> float:
     return largest - second
 
 
-def unit_facts(target: Target, suite: Suite, settings: MeasureSettings, *, temperature: float) -> dict[str, Any]:
+def unit_facts(
+    target: Target, suites: Sequence[Suite], settings: MeasureSettings, *, temperature: float
+) -> dict[str, Any]:
     """What every unit depends on besides its proposers."""
     return {
         "target": target.digest,
         "dtype": str(target.dtype),
         "device": torch.device(target.device).type,
-        "suite": suite.digest,
-        "workloads": [prompt.workload for prompt in suite.prompts],
+        "suites": [suite.digest for suite in suites],
+        "workloads": [prompt.workload for suite in suites for prompt in suite.prompts],
         "temperature": temperature,
         "max_new_tokens": settings.max_new_tokens,
         "batch_size": settings.batch_size,

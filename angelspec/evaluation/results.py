@@ -96,7 +96,7 @@ class SuiteResult(BaseModel):
     groups: tuple[WorkloadGroups, ...]
     """One per workload in the suite."""
     seconds: dict[str, float]
-    """Wall seconds by component of the reference loop."""
+    """Wall seconds by component of the reference loop; of suites decoded together, by their shares of the steps."""
     total_seconds: float
 
     def pooled(self, *, finished: bool, workload: str | None = None) -> AnswerGroup:

@@ -10,7 +10,7 @@ import torch
 
 from angelspec.core.acceptance import pool
 from angelspec.decoding.proposers import BlockProposer
-from angelspec.evaluation.acceptance import decode_suite, unit_facts
+from angelspec.evaluation.acceptance import decode_suites, unit_facts
 from angelspec.evaluation.results import MeasureSettings, ShortlistResult
 from angelspec.evaluation.suites import Suite
 from angelspec.evaluation.units import cached
@@ -54,7 +54,7 @@ def measure_shortlists(
     ]
     unit = {
         "unit": "shortlist",
-        **unit_facts(target, suite, settings, temperature=0.0),
+        **unit_facts(target, [suite], settings, temperature=0.0),
         "digest": proposers[0].digest,
         "sizes": list(sizes),
         "rounds": rounds,
@@ -75,12 +75,12 @@ def _race(
 ) -> list[ShortlistResult]:
     short = settings.model_copy(update={"max_new_tokens": min(4, settings.max_new_tokens)})
     for proposer in proposers:
-        decode_suite(target, proposer, suite, settings=short, temperature=0.0)
+        decode_suites(target, proposer, [suite], settings=short, temperature=0.0)
     results: dict[str, ShortlistResult] = {}
     done = 0
     for turn in range(rounds):
         for proposer in proposers if turn % 2 == 0 else reversed(proposers):
-            run = decode_suite(target, proposer, suite, settings=settings, temperature=0.0)
+            run = decode_suites(target, proposer, [suite], settings=settings, temperature=0.0)
             before = results.get(proposer.name)
             counts = [answer.counts(depth=proposer.depth) for answer in run.answers]
             results[proposer.name] = ShortlistResult(

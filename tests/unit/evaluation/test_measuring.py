@@ -13,7 +13,14 @@ from angelspec.decoding import speculative
 from angelspec.decoding.plain import decode_without_cache
 from angelspec.decoding.proposers import BlockProposer, LookupProposer, NoProposer
 from angelspec.evaluation import acceptance
-from angelspec.evaluation.acceptance import check_exactness, compare_answers, measure, measure_speed, num_answers
+from angelspec.evaluation.acceptance import (
+    batch_groups,
+    check_exactness,
+    compare_answers,
+    measure,
+    measure_speed,
+    num_answers,
+)
 from angelspec.evaluation.results import AnswerGroup, MeasureSettings
 from angelspec.evaluation.shortlist import measure_shortlists
 from angelspec.evaluation.suites import Suite
@@ -78,8 +85,8 @@ def test_counts_are_those_of_the_plain_answers(target, suites):
 
 def test_finished_units_are_not_measured_again_and_changed_ones_are(target, suites, tmp_path, monkeypatch):
     calls = []
-    inner = acceptance.decode_suite
-    monkeypatch.setattr(acceptance, "decode_suite", lambda *a, **k: calls.append(a[1].name) or inner(*a, **k))
+    inner = acceptance.decode_suites
+    monkeypatch.setattr(acceptance, "decode_suites", lambda *a, **k: calls.append(a[1].name) or inner(*a, **k))
     once = measure(target, _proposers(target), suites, settings=SETTINGS, folder=tmp_path)
     assert len(calls) == 8
     again = measure(target, _proposers(target), suites, settings=SETTINGS, folder=tmp_path)
@@ -110,11 +117,27 @@ def test_finished_units_are_not_measured_again_and_changed_ones_are(target, suit
     assert len(calls) == 9 + 2 * len(changes) + 2
 
 
+def test_small_suites_share_a_batch_and_keep_their_own_answers(target, suites, monkeypatch):
+    calls = []
+    inner = acceptance.decode_suites
+    monkeypatch.setattr(acceptance, "decode_suites", lambda *a, **k: calls.append(inner(*a, **k)) or calls[-1])
+    apart = [measure(target, _proposers(target), [suite], settings=SETTINGS) for suite in suites]
+    assert len(calls) == 8
+    calls.clear()
+    wide = SETTINGS.model_copy(update={"batch_size": 13})
+    together = measure(target, _proposers(target), suites, settings=wide)
+    assert len(calls) == 4
+    expected = [result.groups for part in apart for result in part]
+    assert [result.groups for result in together] == expected
+    assert sum(result.total_seconds for result in together) == pytest.approx(sum(run.total_seconds for run in calls))
+    assert [len(group) for group in batch_groups([*suites, *suites], batch_size=len(suites[0].prompts) + 1)] == [2, 2]
+
+
 def test_a_half_written_unit_is_never_left(target, suites, tmp_path, monkeypatch):
     def interrupted(*arguments, **keywords):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(acceptance, "decode_suite", interrupted)
+    monkeypatch.setattr(acceptance, "decode_suites", interrupted)
     with pytest.raises(KeyboardInterrupt):
         measure(target, _proposers(target), suites, settings=SETTINGS, folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -169,8 +192,8 @@ def test_the_first_divergence_names_position_tokens_and_gap(target, suites):
 
 def test_speed_is_measured_in_turns_on_the_same_tokens(target, suites, tmp_path, monkeypatch):
     order = []
-    inner = acceptance.decode_suite
-    monkeypatch.setattr(acceptance, "decode_suite", lambda *a, **k: order.append(a[1].name) or inner(*a, **k))
+    inner = acceptance.decode_suites
+    monkeypatch.setattr(acceptance, "decode_suites", lambda *a, **k: order.append(a[1].name) or inner(*a, **k))
     greedy = SETTINGS.model_copy(update={"temperatures": (0.0,)})
     arguments = {"settings": greedy, "prompts_per_suite": 3, "folder": tmp_path}
     results = measure_speed(target, [*_proposers(target), NoProposer()], suites[:1], **arguments)
