@@ -1,14 +1,18 @@
 """D-cut: which proposals of a batch are worth verifying (arXiv 2607.14647).
 
-With confidence c_{i,t} of request i's proposal t, the survival s_{i,k} = prod_{t<=k} c_{i,t} estimates the chance that
-proposal k is committed, and s_{i,0} = 1 stands for the anchor's slot, which is always verified. A keep ratio rho of
-the grid buys K_rho = max(B, ceil(rho * B * (D + 1))) slots; they go to the largest survivals of the whole batch, ties
-to the shallower position, so that each row keeps a prefix. U(rho) is the sum of the kept survivals, the expected
-committed tokens, and the ratio with the largest U(rho) / C(B, K_rho) wins, C being the measured seconds of a step.
+With confidence c_{r,t} of row r's proposal t, the survival s_{r,k} = prod_{t<=k} c_{r,t} estimates the chance that
+proposal k is committed, and s_{r,0} = 1 stands for the anchor's slot, which is always verified. Row r was offered at
+most D_r proposals: the depth of its drafter, 0 where it decodes plainly. A keep ratio rho of the grid buys
+K_rho = max(B, ceil(rho * sum_r (D_r + 1))) slots; they go to the largest survivals of the whole batch, ties to the
+shallower position, so that each row keeps a prefix. U(rho) is the sum of the kept survivals, the expected committed
+tokens, and the ratio with the largest U(rho) / C(B, K_rho) wins, C being the measured seconds of a step.
+
+Two additions. The grid may be every number of slots instead of a few ratios. And rows may be *owed* proposals: those
+are verified whatever their survival and are part of every budget (a probe, or a row whose cut was switched off).
 
 Only deterministic drafts with target-only acceptance make any such cut lossless.
 
-Legend: B batch rows, K proposals (the depth D).
+Legend: B batch rows, K proposals (the largest D_r).
 """
 
 from __future__ import annotations
@@ -52,39 +56,43 @@ def survivals(confidence_BK: Tensor, *, lengths_B: Tensor | None = None) -> Tens
     return survival_BK.masked_fill(~exists_BK, -1.0)
 
 
-def slot_budget(ratio: float, *, batch_size: int, depth: int) -> int:
-    """K_rho: verified slots of the batch, anchors counted."""
-    slots = ratio * batch_size * (depth + 1)
+def slot_budget(ratio: float, *, batch_size: int, offered: int) -> int:
+    """K_rho: verified slots of the batch, anchors counted.
+
+    Args:
+        offered: sum of D_r + 1 over the rows.
+    """
+    slots = ratio * offered
     return max(batch_size, math.ceil(round(slots, 9)))  # rounded: 0.1 * 30 is 3.0000000000000004
 
 
-def cut(survival_BK: Tensor, *, ratio: float) -> Cut:
+def cut(
+    survival_BK: Tensor, *, ratio: float, depths_B: Tensor | None = None, owed_B: Tensor | None = None
+) -> Cut:
     """Keep the largest survivals of the batch within the budget of ``ratio``.
 
     Args:
         survival_BK: from ``survivals``; non-increasing along each row.
         ratio: in (0, 1].
+        depths_B: int64, D_r; None: K for every row.
+        owed_B: int64, proposals per row that are kept in any case, as far as they exist; None: none.
 
     Raises:
         ValueError: ratio out of range.
     """
     if not 0 < ratio <= 1:
         raise ValueError(f"keep ratio {ratio} must lie in (0, 1]")
-    batch, depth = survival_BK.shape
-    budget = slot_budget(ratio, batch_size=batch, depth=depth) - batch
-    # Position-major and stable: among equal survivals the shallower position comes first, then the lower row.
-    flat = survival_BK.t().reshape(-1)
-    ordered, order = flat.sort(descending=True, stable=True)
-    winners = order[:budget][ordered[:budget] >= 0]
-    kept_B = torch.bincount(winners % batch, minlength=batch) if batch else flat.new_zeros(0, dtype=torch.int64)
-    return Cut(ratio, kept_B, batch + float(flat[winners].double().sum()))
+    ranked = _rank(survival_BK, depths_B=depths_B, owed_B=owed_B)
+    return ranked.keep(ranked.budget(ratio), ratio=ratio)
 
 
 def choose_cut(
     survival_BK: Tensor,
     *,
     seconds: Callable[[int, int], float | None],
-    ratios: Sequence[float] = RATIOS,
+    ratios: Sequence[float] | None = RATIOS,
+    depths_B: Tensor | None = None,
+    owed_B: Tensor | None = None,
 ) -> Cut:
     """The cut of the grid with the most expected tokens per second.
 
@@ -92,33 +100,89 @@ def choose_cut(
         survival_BK: from ``survivals``.
         seconds: ``(batch size, verified slots of the batch) -> measured seconds of a whole step``, or None where
             nothing comparable was measured; one None makes the fallback ratio win, since a rate is then unknown.
-        ratios: the grid; among equal rates the larger ratio wins.
+        ratios: the grid; None: every number of slots. Among equal rates the larger number of slots wins.
+        depths_B: see ``cut``.
+        owed_B: see ``cut``.
     """
-    batch, depth = survival_BK.shape
-    best: tuple[float, float, Cut] | None = None
-    for ratio in ratios:
-        cost = seconds(batch, slot_budget(ratio, batch_size=batch, depth=depth))
+    ranked = _rank(survival_BK, depths_B=depths_B, owed_B=owed_B)
+    if ratios is None:
+        grid = [(slots, slots / ranked.offered if ranked.offered else 1.0) for slots in ranked.all_budgets]
+    else:
+        grid = sorted((ranked.budget(ratio), ratio) for ratio in ratios)
+    assert grid, "the grid of ratios is empty"
+    best: tuple[float, int, float] | None = None
+    for slots, ratio in grid:
+        cost = seconds(ranked.batch_size, slots)
         if cost is None:
-            return cut(survival_BK, ratio=FALLBACK_RATIO)
-        candidate = cut(survival_BK, ratio=ratio)
-        key = (candidate.expected_tokens / cost, ratio)
-        if best is None or key > best[:2]:
-            best = (*key, candidate)
-    assert best is not None, "the grid of ratios is empty"
-    return best[2]
+            return ranked.keep(ranked.budget(FALLBACK_RATIO), ratio=FALLBACK_RATIO)
+        rate = ranked.expected_tokens(slots) / cost
+        if best is None or rate >= best[0]:
+            best = (rate, slots, ratio)
+    assert best is not None
+    return ranked.keep(best[1], ratio=best[2])
 
 
-def cut_reference(survival_rows: Sequence[Sequence[float]], *, ratio: float, depth: int) -> list[int]:
+@dataclass(frozen=True)
+class _Ranked:
+    """The proposals of a batch in the order in which a growing budget keeps them."""
+
+    batch_size: int
+    offered: int
+    rows: Tensor
+    """int64 [existing proposals]: the row of each."""
+    gained: list[float]
+    """By number of kept proposals, the sum of their survivals."""
+    num_owed: int
+
+    @property
+    def all_budgets(self) -> range:
+        """Every number of slots that differs from the others."""
+        return range(self.batch_size + self.num_owed, self.batch_size + len(self.gained))
+
+    def budget(self, ratio: float) -> int:
+        """Slots that ``ratio`` buys: never fewer than the anchors and what is owed, nor more than exist."""
+        asked = slot_budget(ratio, batch_size=self.batch_size, offered=self.offered)
+        return min(max(asked, self.batch_size + self.num_owed), self.batch_size + len(self.gained) - 1)
+
+    def expected_tokens(self, slots: int) -> float:
+        return self.batch_size + self.gained[slots - self.batch_size]
+
+    def keep(self, slots: int, *, ratio: float) -> Cut:
+        kept_B = torch.bincount(self.rows[: slots - self.batch_size], minlength=self.batch_size)
+        return Cut(ratio, kept_B, self.expected_tokens(slots))
+
+
+def _rank(survival_BK: Tensor, *, depths_B: Tensor | None, owed_B: Tensor | None) -> _Ranked:
+    batch, depth = survival_BK.shape
+    order_BK, num_owed = survival_BK, 0
+    if owed_B is not None:
+        position_K = torch.arange(depth, device=survival_BK.device)
+        owed_BK = (position_K < owed_B.unsqueeze(1)) & (survival_BK >= 0)
+        order_BK = survival_BK.masked_fill(owed_BK, 2.0)  # before any survival
+        num_owed = int(owed_BK.sum())
+    # Position-major and stable: among equal survivals the shallower position comes first, then the lower row.
+    ordered, order = order_BK.t().reshape(-1).sort(descending=True, stable=True)
+    order = order[ordered >= 0]
+    gained = survival_BK.t().reshape(-1)[order].double().cumsum(dim=0)
+    offered = batch * (depth + 1) if depths_B is None else batch + int(depths_B.sum())
+    return _Ranked(batch, offered, order % max(batch, 1), [0.0, *gained.tolist()], num_owed)
+
+
+def cut_reference(
+    survival_rows: Sequence[Sequence[float]], *, ratio: float, depths: Sequence[int], owed: Sequence[int] | None = None
+) -> list[int]:
     """``cut`` in the words of its definition: existing slots sorted by (survival, position, row); kept per row."""
     batch = len(survival_rows)
-    slots = [(-1.0, 0, row) for row in range(batch)]
+    owed = [0] * batch if owed is None else owed
+    slots = [(-3.0, 0, row) for row in range(batch)]
     slots += [
-        (-survival, position, row)
+        (-2.0 if position <= owed[row] else -survival, position, row)
         for row, survivals_K in enumerate(survival_rows)
         for position, survival in enumerate(survivals_K, start=1)
         if survival >= 0
     ]
-    budget = max(batch, math.ceil(round(ratio * batch * (depth + 1), 9)))
+    offered = sum(depth + 1 for depth in depths)
+    budget = max(batch, math.ceil(round(ratio * offered, 9)), sum(key <= -2 for key, _, _ in slots))
     kept = [0] * batch
     for _, position, row in sorted(slots)[:budget]:
         kept[row] += position > 0

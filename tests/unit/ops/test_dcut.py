@@ -15,12 +15,13 @@ def test_survival_is_the_running_product_and_missing_proposals_are_marked():
 
 
 def test_budget_counts_anchors_and_never_falls_below_them():
-    assert slot_budget(0.25, batch_size=4, depth=7) == 8
-    assert slot_budget(0.25, batch_size=1, depth=7) == 2
-    assert slot_budget(0.25, batch_size=3, depth=2) == 3  # ceil(2.25) = 3 anchors
-    assert slot_budget(0.1, batch_size=10, depth=2) == 10
-    assert slot_budget(0.1, batch_size=10, depth=29) == 30  # not 31 by a rounding error
-    assert slot_budget(1.0, batch_size=5, depth=7) == 40
+    assert slot_budget(0.25, batch_size=4, offered=4 * 8) == 8
+    assert slot_budget(0.25, batch_size=1, offered=8) == 2
+    assert slot_budget(0.25, batch_size=3, offered=9) == 3  # ceil(2.25) = 3 anchors
+    assert slot_budget(0.1, batch_size=10, offered=30) == 10
+    assert slot_budget(0.1, batch_size=10, offered=300) == 30  # not 31 by a rounding error
+    assert slot_budget(1.0, batch_size=5, offered=40) == 40
+    assert slot_budget(0.5, batch_size=3, offered=8 + 4 + 1) == 7  # a block row, an MTP row and a plain one
 
 
 def test_a_worked_example():
@@ -48,7 +49,7 @@ def test_equals_the_reference_and_keeps_prefixes(ratio, ties):
         lengths_B = torch.randint(8, (batch,), generator=generator)
         survival_BK = survivals(confidence_BK, lengths_B=lengths_B)
         kept_B = cut(survival_BK, ratio=ratio).kept_B
-        assert kept_B.tolist() == cut_reference(survival_BK.tolist(), ratio=ratio, depth=7)
+        assert kept_B.tolist() == cut_reference(survival_BK.tolist(), ratio=ratio, depths=[7] * batch)
         assert (kept_B <= lengths_B).all()
         if ratio == 1.0:
             assert torch.equal(kept_B, lengths_B)

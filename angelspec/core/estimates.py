@@ -1,0 +1,223 @@
+"""How far a request's drafts get, estimated online: what decides whether to draft for it at all.
+
+For every request and drafter the estimate is the mean survival S_k, the chance that proposal k is committed, averaged
+over the request's last drafts as their calibrated confidences put it (``core.calibration``). The calibration learns
+where a proposal was really verified, and there only; what one outcome teaches about the request moves S_k at once.
+Because a draft's worth enters by its calibrated confidences whether or not it was verified, cutting weak proposals
+neither hides their weakness nor counts as their rejection, and depth neither creeps up nor collapses.
+
+A new request starts from what its peers of the same workload showed, each of which votes once; they start from the
+acceptance measured in the bundle. A request that decodes plainly learns nothing, so
+
+- ``ProbeBudget`` pays for drafting it now and then, from a fixed small share of all tokens, and is repaid when a probe
+  pays off: probing costs at most that share, and recovers from a wrong estimate as fast as drafts turn out good;
+- a change of drafter needs an advantage (``SWITCH_DISCOUNT``), so that requests near the break-even do not flutter.
+
+Everything is O(depth) per row and step, without clocks or randomness: ranks that see the same outcomes decide alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from angelspec.core.calibration import AcceptanceModel, Calibration, RequestEffect, logit, sigmoid
+from angelspec.core.workloads import Workload
+
+SWITCH_DISCOUNT = 0.05
+"""Share of the expected tokens that a request forgoes on a drafter other than the one it uses now."""
+PROBE_SHARE = 0.004
+"""Share of all tokens that probes may cost."""
+_PROBE_RESERVE = 4.0
+"""The most that is saved up for probes, in plain steps' tokens."""
+_ROW_STEPS, _ROW_MEMORY = 2.0, 24.0
+"""What a request starts with weighs as much as so many of its steps; how many it remembers."""
+_PEER_VOTES, _PEER_MEMORY = 8.0, 64.0
+"""The same for a workload, in requests."""
+_VOTE_AFTER = 8
+"""A request votes after so many drafted steps, or when it ends."""
+_UNKNOWN_ACCEPTANCE = 0.6
+"""Conditional acceptance of a drafter that was never measured on a workload."""
+
+
+@dataclass
+class _Mean:
+    """A running mean of survivals."""
+
+    survivals: list[float]
+    weight: float
+
+    def add(self, survivals: Sequence[float], *, most: float, weight: float = 1.0) -> None:
+        self.weight = min(self.weight + weight, most)
+        share = weight / self.weight
+        self.survivals = [s + share * (x - s) for s, x in zip(self.survivals, survivals, strict=True)]
+
+    def shift(self, amount: float) -> None:
+        """Move every conditional acceptance by so many logits."""
+        before, product, shifted = 1.0, 1.0, []
+        for survival in self.survivals:
+            product *= sigmoid(logit(survival / before if before > 0 else 0.0) + amount)
+            before = survival
+            shifted.append(product)
+        self.survivals = shifted
+
+
+@dataclass
+class _Track:
+    """One request with one drafter."""
+
+    mean: _Mean
+    effect: RequestEffect = field(default_factory=RequestEffect)
+    drafted_steps: int = 0
+    idle_steps: int = 0
+    """Steps of the request since this drafter was last asked."""
+
+
+@dataclass
+class _Request:
+    workload: Workload
+    tracks: dict[str, _Track]
+    current: str | None = None
+    """The drafter of its last step; None: it decoded plainly, or had no step yet."""
+    steps: int = 0
+
+
+class Estimates:
+    """Acceptance estimates of all running requests.
+
+    Args:
+        depths: proposals per draft, by drafter.
+        measured: cumulative acceptance p_k by (drafter, workload), from the bundle.
+        calibrations: what was learnt about confidences, by drafter, from the bundle.
+    """
+
+    def __init__(
+        self,
+        depths: Mapping[str, int],
+        *,
+        measured: Mapping[tuple[str, Workload], Sequence[float]] | None = None,
+        calibrations: Mapping[str, Calibration] | None = None,
+    ) -> None:
+        self._depths = dict(depths)
+        self._models = {
+            name: AcceptanceModel(depth, (calibrations or {}).get(name)) for name, depth in self._depths.items()
+        }
+        self._measured = {key: list(values) for key, values in (measured or {}).items()}
+        self._peers: dict[tuple[str, Workload], _Mean] = {}
+        self._requests: dict[str, _Request] = {}
+
+    # ------------------------------------------------------------------------------------------- requests
+
+    def open(self, request: str, *, workload: Workload, drafters: Sequence[str]) -> None:
+        """Begin with a request that any of ``drafters`` may serve."""
+        tracks = {
+            name: _Track(_Mean(list(self._peer(name, workload).survivals), _ROW_STEPS)) for name in drafters
+        }
+        self._requests[request] = _Request(workload, tracks)
+
+    def close(self, request: str) -> None:
+        """Forget a request (finished or aborted); one that is not known is ignored."""
+        known = self._requests.pop(request, None)
+        for name, track in known.tracks.items() if known else ():
+            self._models[name].ended(track.effect)
+            if 0 < track.drafted_steps < _VOTE_AFTER:
+                self._vote(name, known.workload, track)
+
+    def survivals(self, request: str, drafter: str) -> list[float]:
+        """Estimated S_1 .. S_D of the request's next draft, discounted where it would change its drafter."""
+        known = self._requests[request]
+        survivals = known.tracks[drafter].mean.survivals
+        if known.steps and known.current != drafter:
+            return [(1 - SWITCH_DISCOUNT) * s for s in survivals]
+        return survivals
+
+    def idle_steps(self, request: str, drafter: str) -> int:
+        """Steps that the request made since this drafter was last asked (all its steps if it never was)."""
+        return self._requests[request].tracks[drafter].idle_steps
+
+    def never_drafted(self, request: str, drafter: str) -> bool:
+        """Whether this drafter never drafted for the request."""
+        return self._requests[request].tracks[drafter].drafted_steps == 0
+
+    # ---------------------------------------------------------------------------------------------- steps
+
+    def acceptance(self, request: str, drafter: str, confidences: Sequence[float]) -> list[float]:
+        """Calibrated acceptance of each drafted proposal, given that those before it are accepted."""
+        return self._models[drafter].predict(confidences, self._requests[request].tracks[drafter].effect)
+
+    def observe_plain(self, request: str) -> None:
+        """The request made a step without a draft."""
+        if known := self._requests.get(request):
+            self._advance(known, None)
+
+    def observe(
+        self, request: str, drafter: str, confidences: Sequence[float], *, verified: int, accepted: int
+    ) -> None:
+        """The request made a step with a draft.
+
+        Args:
+            confidences: of its proposals as drafted, not calibrated.
+            verified: how many of them the target saw.
+            accepted: how many of those it accepted.
+        """
+        known = self._requests.get(request)
+        if known is None:
+            return
+        track, model = known.tracks[drafter], self._models[drafter]
+        chances = model.predict(confidences, track.effect)
+        chances += [0.0] * (self._depths[drafter] - len(chances))
+        track.mean.add(list(itertools.accumulate(chances, lambda a, b: a * b)), most=_ROW_MEMORY)
+        before = track.effect.value
+        model.learn(confidences, track.effect, verified=verified, accepted=accepted)
+        track.mean.shift(track.effect.value - before)
+        track.drafted_steps += 1
+        if track.drafted_steps == _VOTE_AFTER:
+            self._vote(drafter, known.workload, track)
+        self._advance(known, drafter)
+
+    def calibration(self, drafter: str) -> Calibration:
+        """What has been learnt about a drafter's confidences, for the bundle."""
+        return self._models[drafter].stored()
+
+    # --------------------------------------------------------------------------------------------- inside
+
+    def _advance(self, known: _Request, drafter: str | None) -> None:
+        known.steps += 1
+        known.current = drafter
+        for name, track in known.tracks.items():
+            track.idle_steps = 0 if name == drafter else track.idle_steps + 1
+
+    def _peer(self, drafter: str, workload: Workload) -> _Mean:
+        key = (drafter, workload)
+        if key not in self._peers:
+            depth = self._depths[drafter]
+            measured = self._measured.get(key, [])[:depth]
+            last = measured[-1] if measured else 1.0
+            tail = [last * _UNKNOWN_ACCEPTANCE**k for k in range(1, depth - len(measured) + 1)]
+            self._peers[key] = _Mean([*measured, *tail], _PEER_VOTES)
+        return self._peers[key]
+
+    def _vote(self, drafter: str, workload: Workload, track: _Track) -> None:
+        weight = min(track.drafted_steps / _VOTE_AFTER, 1.0)
+        self._peer(drafter, workload).add(track.mean.survivals, most=_PEER_MEMORY, weight=weight)
+
+
+class ProbeBudget:
+    """Tokens that may be spent on drafting for requests that would rather decode plainly."""
+
+    def __init__(self, *, share: float = PROBE_SHARE) -> None:
+        self._share = share
+        self._tokens = float("inf")
+
+    def earn(self, expected_tokens: float, *, batch_size: int) -> None:
+        """Once per step."""
+        self._tokens = min(self._tokens + self._share * expected_tokens, _PROBE_RESERVE * batch_size)
+
+    def affords(self, tokens: float) -> bool:
+        """Whether a probe that would cost so many tokens, should nothing be accepted, may be made."""
+        return self._tokens >= tokens
+
+    def settle(self, *, cost: float, accepted: int) -> None:
+        """A probe was made: what its time was worth in tokens, and what it brought."""
+        self._tokens += accepted - cost
