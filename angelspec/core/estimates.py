@@ -6,7 +6,7 @@ where a proposal was really verified, and there only; what one outcome teaches a
 Because a draft's worth enters by its calibrated confidences whether or not it was verified, cutting weak proposals
 neither hides their weakness nor counts as their rejection, and depth neither creeps up nor collapses.
 
-A new request starts from what its peers of the same workload showed, each of which votes once; they start from the
+A new request starts from what its peers of the same workload showed in their first drafts; they start from the
 acceptance measured in the bundle. A request that decodes plainly learns nothing, so
 
 - ``ProbeBudget`` pays for drafting it now and then, from a fixed small share of all tokens, and is repaid when a probe
@@ -19,24 +19,26 @@ Everything is O(depth) per row and step, without clocks or randomness: ranks tha
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from angelspec.core.calibration import AcceptanceModel, Calibration, RequestEffect, logit, sigmoid
+from angelspec.core.calibration import AcceptanceModel, Calibration, RequestEffect
 from angelspec.core.workloads import Workload
 
-SWITCH_DISCOUNT = 0.05
+SWITCH_DISCOUNT = 0.02
 """Share of the expected tokens that a request forgoes on a drafter other than the one it uses now."""
 PROBE_SHARE = 0.004
 """Share of all tokens that probes may cost."""
-_PROBE_RESERVE = 4.0
+_PROBE_RESERVE = 1.5
 """The most that is saved up for probes, in plain steps' tokens."""
 _ROW_STEPS, _ROW_MEMORY = 2.0, 24.0
 """What a request starts with weighs as much as so many of its steps; how many it remembers."""
-_PEER_VOTES, _PEER_MEMORY = 8.0, 64.0
-"""The same for a workload, in requests."""
-_VOTE_AFTER = 8
-"""A request votes after so many drafted steps, or when it ends."""
+_PEER_DRAFTS, _PEER_GUESS, _PEER_MEMORY = 8.0, 2.0, 32.0
+"""The same for a workload, in first drafts of requests: where it was measured, where it was not, at most."""
+_PEER_STEPS = 8
+"""The n-th draft of a request tells its peers 1/n of what the first one does, up to this one: a request that is worth
+drafting for makes many, and must not outweigh those that are not."""
 _UNKNOWN_ACCEPTANCE = 0.6
 """Conditional acceptance of a drafter that was never measured on a workload."""
 
@@ -55,9 +57,10 @@ class _Mean:
 
     def shift(self, amount: float) -> None:
         """Move every conditional acceptance by so many logits."""
-        before, product, shifted = 1.0, 1.0, []
+        odds, before, product, shifted = math.exp(amount), 1.0, 1.0, []
         for survival in self.survivals:
-            product *= sigmoid(logit(survival / before if before > 0 else 0.0) + amount)
+            chance = min(survival / before, 1.0) if before > 0 else 0.0
+            product *= chance * odds / (1 - chance + chance * odds)
             before = survival
             shifted.append(product)
         self.survivals = shifted
@@ -111,9 +114,7 @@ class Estimates:
 
     def open(self, request: str, *, workload: Workload, drafters: Sequence[str]) -> None:
         """Begin with a request that any of ``drafters`` may serve."""
-        tracks = {
-            name: _Track(_Mean(list(self._peer(name, workload).survivals), _ROW_STEPS)) for name in drafters
-        }
+        tracks = {name: _Track(_Mean(list(self._peer(name, workload).survivals), _ROW_STEPS)) for name in drafters}
         self._requests[request] = _Request(workload, tracks)
 
     def close(self, request: str) -> None:
@@ -121,8 +122,6 @@ class Estimates:
         known = self._requests.pop(request, None)
         for name, track in known.tracks.items() if known else ():
             self._models[name].ended(track.effect)
-            if 0 < track.drafted_steps < _VOTE_AFTER:
-                self._vote(name, known.workload, track)
 
     def survivals(self, request: str, drafter: str) -> list[float]:
         """Estimated S_1 .. S_D of the request's next draft, discounted where it would change its drafter."""
@@ -132,32 +131,31 @@ class Estimates:
             return [(1 - SWITCH_DISCOUNT) * s for s in survivals]
         return survivals
 
-    def idle_steps(self, request: str, drafter: str) -> int:
-        """Steps that the request made since this drafter was last asked (all its steps if it never was)."""
-        return self._requests[request].tracks[drafter].idle_steps
-
-    def never_drafted(self, request: str, drafter: str) -> bool:
-        """Whether this drafter never drafted for the request."""
-        return self._requests[request].tracks[drafter].drafted_steps == 0
+    def last_drafted(self, request: str, drafter: str) -> tuple[bool, int]:
+        """Whether this drafter never drafted for the request, and how many steps were made without it since."""
+        track = self._requests[request].tracks[drafter]
+        return track.drafted_steps == 0, track.idle_steps
 
     # ---------------------------------------------------------------------------------------------- steps
 
-    def acceptance(self, request: str, drafter: str, confidences: Sequence[float]) -> list[float]:
-        """Calibrated acceptance of each drafted proposal, given that those before it are accepted."""
-        return self._models[drafter].predict(confidences, self._requests[request].tracks[drafter].effect)
+    def acceptance(self, request: str, drafter: str, evidence: Sequence[float]) -> list[float]:
+        """Calibrated acceptance of each drafted proposal, given that those before it are accepted.
+
+        Args:
+            evidence: of the draft's confidences, from ``calibration.evidence``.
+        """
+        return self._models[drafter].predict(evidence, self._requests[request].tracks[drafter].effect)
 
     def observe_plain(self, request: str) -> None:
         """The request made a step without a draft."""
         if known := self._requests.get(request):
             self._advance(known, None)
 
-    def observe(
-        self, request: str, drafter: str, confidences: Sequence[float], *, verified: int, accepted: int
-    ) -> None:
+    def observe(self, request: str, drafter: str, evidence: Sequence[float], *, verified: int, accepted: int) -> None:
         """The request made a step with a draft.
 
         Args:
-            confidences: of its proposals as drafted, not calibrated.
+            evidence: of the draft's confidences, from ``calibration.evidence``.
             verified: how many of them the target saw.
             accepted: how many of those it accepted.
         """
@@ -165,15 +163,16 @@ class Estimates:
         if known is None:
             return
         track, model = known.tracks[drafter], self._models[drafter]
-        chances = model.predict(confidences, track.effect)
-        chances += [0.0] * (self._depths[drafter] - len(chances))
-        track.mean.add(list(itertools.accumulate(chances, lambda a, b: a * b)), most=_ROW_MEMORY)
         before = track.effect.value
-        model.learn(confidences, track.effect, verified=verified, accepted=accepted)
+        model.learn(evidence, track.effect, verified=verified, accepted=accepted)
         track.mean.shift(track.effect.value - before)
+        chances = model.predict(evidence, track.effect)
+        chances += [0.0] * (self._depths[drafter] - len(chances))
+        survivals = list(itertools.accumulate(chances, lambda a, b: a * b))
+        track.mean.add(survivals, most=_ROW_MEMORY)
         track.drafted_steps += 1
-        if track.drafted_steps == _VOTE_AFTER:
-            self._vote(drafter, known.workload, track)
+        if track.drafted_steps <= _PEER_STEPS:
+            self._peer(drafter, known.workload).add(survivals, most=_PEER_MEMORY, weight=1 / track.drafted_steps)
         self._advance(known, drafter)
 
     def calibration(self, drafter: str) -> Calibration:
@@ -195,12 +194,8 @@ class Estimates:
             measured = self._measured.get(key, [])[:depth]
             last = measured[-1] if measured else 1.0
             tail = [last * _UNKNOWN_ACCEPTANCE**k for k in range(1, depth - len(measured) + 1)]
-            self._peers[key] = _Mean([*measured, *tail], _PEER_VOTES)
+            self._peers[key] = _Mean([*measured, *tail], _PEER_DRAFTS if measured else _PEER_GUESS)
         return self._peers[key]
-
-    def _vote(self, drafter: str, workload: Workload, track: _Track) -> None:
-        weight = min(track.drafted_steps / _VOTE_AFTER, 1.0)
-        self._peer(drafter, workload).add(track.mean.survivals, most=_PEER_MEMORY, weight=weight)
 
 
 class ProbeBudget:
@@ -215,7 +210,7 @@ class ProbeBudget:
         self._tokens = min(self._tokens + self._share * expected_tokens, _PROBE_RESERVE * batch_size)
 
     def affords(self, tokens: float) -> bool:
-        """Whether a probe that would cost so many tokens, should nothing be accepted, may be made."""
+        """Whether probes that are expected to cost so many tokens may be made."""
         return self._tokens >= tokens
 
     def settle(self, *, cost: float, accepted: int) -> None:

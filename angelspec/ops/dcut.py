@@ -66,9 +66,7 @@ def slot_budget(ratio: float, *, batch_size: int, offered: int) -> int:
     return max(batch_size, math.ceil(round(slots, 9)))  # rounded: 0.1 * 30 is 3.0000000000000004
 
 
-def cut(
-    survival_BK: Tensor, *, ratio: float, depths_B: Tensor | None = None, owed_B: Tensor | None = None
-) -> Cut:
+def cut(survival_BK: Tensor, *, ratio: float, depths_B: Tensor | None = None, owed_B: Tensor | None = None) -> Cut:
     """Keep the largest survivals of the batch within the budget of ``ratio``.
 
     Args:

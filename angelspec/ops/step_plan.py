@@ -24,9 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from angelspec.core.costs import RATIOS
 from angelspec.core.step_costs import StepCosts
-from angelspec.ops.dcut import Cut, choose_cut, cut, survivals
+from angelspec.ops.dcut import Cut, choose_cut, cut, slot_budget, survivals
 
 
 @dataclass(frozen=True)
@@ -95,21 +94,19 @@ class CostCurves:
         rows = sum(drafted.values())
         return total + (self.costs.step_seconds + self.costs.row_seconds * rows if rows else 0.0)
 
-    def seconds(self, drafted: Mapping[str, int]) -> Callable[[int, int], float | None]:
+    def seconds(self, batch_size: int, *, drafted: Mapping[str, int]) -> Callable[[int, int], float | None]:
         """``(batch size, slots) -> seconds`` of a whole step with these drafted rows, as ``choose_cut`` asks it."""
-        draft = self.draft(drafted)
-
-        def lookup(batch_size: int, slots: int) -> float | None:
-            verify = self.verify(batch_size)
-            return None if draft is None or verify is None else draft + float(verify[slots - batch_size])
-
-        return lookup
+        draft, verify = self.draft(drafted), self.verify(batch_size)
+        if draft is None or verify is None:
+            return lambda _, slots: None
+        whole = (draft + verify).tolist()
+        return lambda _, slots: whole[slots - batch_size]
 
 
 # --------------------------------------------------------------------------------------- phase 1: drafting
 
 
-def plan_drafting(rows: Sequence[Row], *, costs: CostCurves) -> DraftPlan:
+def plan_drafting(rows: Sequence[Row], *, costs: CostCurves, ratios: Sequence[float] | None = None) -> DraftPlan:
     """Whom to draft for, and with which drafter.
 
     Where a cost is not known, only forced rows are drafted for.
@@ -117,94 +114,94 @@ def plan_drafting(rows: Sequence[Row], *, costs: CostCurves) -> DraftPlan:
     Args:
         rows: the batch, in order; equal input gives an equal plan on every rank.
         costs: of the machine.
+        ratios: the grid that D-cut will choose from; None: every number of slots.
     """
-    batch = len(rows)
-    verify = costs.verify(batch)
-    forced = [_most_expected(row) if row.forced else None for row in rows]
-    best = _evaluate(rows, forced, costs=costs, verify=verify)
-    if best.seconds is None or verify is None:
-        return best
-    names = sorted({name for row in rows if not row.forced for name in row.survivals})
-    for active in _subsets(names):
-        for _ in range(2):  # the second time at the rate that the first one found
-            found = _best_prefix(rows, active, forced, best=best, costs=costs, verify=verify)
-            if _rate(found) <= _rate(best):
-                break
-            best = found
-    return best
+    return _Search(rows, costs=costs, ratios=ratios).best()
 
 
-def _best_prefix(
-    rows: Sequence[Row],
-    active: Sequence[str],
-    forced: Sequence[str | None],
-    *,
-    best: DraftPlan,
-    costs: CostCurves,
-    verify: np.ndarray,
-) -> DraftPlan:
-    batch, rate = len(rows), _rate(best)
-    slot_price = rate * float(verify[-1] - verify[0]) / max(len(verify) - 1, 1)
-    prices = {}
-    for name in active:
-        all_rows, one_row = costs.draft({name: batch}), costs.draft({name: 1})
-        if all_rows is None or one_row is None:
+class _Search:
+    """Phase 1 for one batch. N: drafters, in the order of their names; a choice of -1 is plain decoding."""
+
+    def __init__(self, rows: Sequence[Row], *, costs: CostCurves, ratios: Sequence[float] | None) -> None:
+        self._batch, self._costs, self._ratios = len(rows), costs, ratios
+        self._verify = costs.verify(len(rows))
+        self._names = sorted({name for row in rows for name in row.survivals})
+        self._depths = [max(len(row.survivals.get(name, ())) for row in rows) for name in self._names]
+        self._survival_NBK = np.zeros((len(self._names), len(rows), max(self._depths, default=0)))
+        self._allowed_NB = np.zeros((len(self._names), len(rows)), dtype=bool)
+        for n, name in enumerate(self._names):
+            for b, row in enumerate(rows):
+                if name in row.survivals:
+                    self._survival_NBK[n, b, : len(row.survivals[name])] = row.survivals[name]
+                    self._allowed_NB[n, b] = True
+        forced_B = np.array([row.forced for row in rows], dtype=bool) & self._allowed_NB.any(axis=0)
+        self._free_B = ~forced_B & self._allowed_NB.any(axis=0)
+        most = np.where(self._allowed_NB, self._survival_NBK.sum(axis=2), -1.0)
+        self._forced_B = np.where(forced_B, most.argmax(axis=0) if self._names else 0, -1)
+
+    def best(self) -> DraftPlan:
+        best = self._evaluate(self._forced_B)
+        if best.seconds is None or not self._free_B.any():
             return best
-        prices[name] = rate * (all_rows - one_row) / max(batch - 1, 1)
-    ranked = []
-    for index, row in enumerate(rows):
-        offers = [
-            (sum(max(s - slot_price, 0.0) for s in row.survivals[name]) - prices[name], name)
-            for name in active
-            if name in row.survivals
-        ]
-        if offers and not row.forced:
-            worth, name = max(offers)
-            ranked.append((-worth, index, name))
-    ranked.sort()
-    paying = sum(worth < 0 for worth, _, _ in ranked)
-    found = best
-    for count in sorted({*_powers(len(ranked)), paying, (paying + 1) // 2, len(ranked)} - {0}):
-        drafters = list(forced)
-        for _, index, name in ranked[:count]:
-            drafters[index] = name
-        candidate = _evaluate(rows, drafters, costs=costs, verify=verify)
-        if _rate(candidate) > _rate(found):
-            found = candidate
-    return found
+        for active in _subsets(range(len(self._names))):
+            for _ in range(2):  # the second time at the rate that the first one found
+                found = max((self._evaluate(choice_B) for choice_B in self._candidates(active, best)), key=_rate)
+                if _rate(found) <= _rate(best):
+                    break
+                best = found
+        return best
 
+    def _candidates(self, active: Sequence[int], best: DraftPlan) -> list[np.ndarray]:
+        """Assignments of the rows that are worth most, at the rate of the best plan, to the active drafters."""
+        rate, verify = _rate(best), self._verify
+        assert verify is not None
+        slot_price = rate * float(verify[-1] - verify[0]) / max(len(verify) - 1, 1)
+        worth_NB = np.full((len(active), self._batch), -np.inf)
+        for i, n in enumerate(active):
+            one, all_rows = (self._costs.draft({self._names[n]: rows}) for rows in (1, self._batch))
+            if one is None or all_rows is None:
+                return [self._forced_B]
+            row_price = rate * (all_rows - one) / max(self._batch - 1, 1)
+            gain_B = np.maximum(self._survival_NBK[n] - slot_price, 0.0).sum(axis=1) - row_price
+            worth_NB[i] = np.where(self._allowed_NB[n] & self._free_B, gain_B, -np.inf)
+        worth_B, drafter_B = worth_NB.max(axis=0), np.asarray(active)[worth_NB.argmax(axis=0)]
+        order = np.argsort(-worth_B, kind="stable")
+        possible, paying = int((worth_B > -np.inf).sum()), int((worth_B > 0).sum())
+        candidates = []
+        for count in sorted({1, (paying + 1) // 2, paying, possible} - {0}):
+            choice_B = self._forced_B.copy()
+            choice_B[order[:count]] = drafter_B[order[:count]]
+            candidates.append(choice_B)
+        return candidates or [self._forced_B]
 
-def _evaluate(
-    rows: Sequence[Row], drafters: Sequence[str | None], *, costs: CostCurves, verify: np.ndarray | None
-) -> DraftPlan:
-    """The best K for an assignment."""
-    plan = DraftPlan(tuple(drafters), float(len(rows)), None)
-    draft = costs.draft(plan.drafted)
-    if draft is None or verify is None:
-        return plan
-    offered = [s for row, name in zip(rows, drafters, strict=True) if name is not None for s in row.survivals[name]]
-    gained = np.concatenate(([0.0], np.cumsum(np.sort(offered)[::-1])))
-    tokens, seconds = len(rows) + gained, draft + verify[: len(gained)]
-    best = int(np.argmax(tokens / seconds))
-    return DraftPlan(plan.drafters, float(tokens[best]), float(seconds[best]))
+    def _evaluate(self, choice_B: np.ndarray) -> DraftPlan:
+        """The plan of an assignment at its best K."""
+        batch, counts = self._batch, np.bincount(choice_B[choice_B >= 0], minlength=len(self._names)).tolist()
+        drafters = tuple(self._names[n] if n >= 0 else None for n in choice_B.tolist())
+        draft = self._costs.draft({name: rows for name, rows in zip(self._names, counts, strict=True) if rows})
+        if draft is None or self._verify is None:
+            return DraftPlan(drafters, float(batch), None)
+        rows = np.flatnonzero(choice_B >= 0)
+        ranked = np.sort(self._survival_NBK[choice_B[rows], rows].ravel())[::-1]
+        tokens = batch + np.concatenate(([0.0], np.cumsum(ranked)))
+        seconds = draft + self._verify[: len(tokens)]
+        if self._ratios is None:
+            best = int(np.argmax(tokens / seconds))
+        else:
+            offered = batch + sum(rows * depth for rows, depth in zip(counts, self._depths, strict=True))
+            budgets = {slot_budget(ratio, batch_size=batch, offered=offered) - batch for ratio in self._ratios}
+            best = max(sorted(budgets), key=lambda slots: tokens[slots] / seconds[slots])
+        return DraftPlan(drafters, float(tokens[best]), float(seconds[best]))
 
 
 def _rate(plan: DraftPlan) -> float:
     return plan.expected_tokens / plan.seconds if plan.seconds is not None else 0.0
 
 
-def _most_expected(row: Row) -> str | None:
-    return max(sorted(row.survivals), key=lambda name: sum(row.survivals[name]), default=None)
-
-
-def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
-    if len(names) > 3:
-        return [*((name,) for name in names), tuple(names)]
-    return [subset for size in range(1, len(names) + 1) for subset in itertools.combinations(names, size)]
-
-
-def _powers(most: int) -> list[int]:
-    return [2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most]
+def _subsets(items: Sequence[int]) -> list[tuple[int, ...]]:
+    if len(items) > 3:
+        return [*((item,) for item in items), tuple(items)]
+    return [subset for size in range(1, len(items) + 1) for subset in itertools.combinations(items, size)]
 
 
 # ----------------------------------------------------------------------------------- phase 2: verification
@@ -216,7 +213,7 @@ def plan_verification(
     depths: Sequence[int],
     drafted: Mapping[str, int],
     costs: CostCurves,
-    ratios: Sequence[float] | None = RATIOS,
+    ratios: Sequence[float] | None = None,
     owed: Sequence[int] | None = None,
 ) -> Cut:
     """Which drafts to verify.
@@ -231,7 +228,13 @@ def plan_verification(
     """
     survival_BK, depths_B = _tensors(acceptance, depths)
     owed_B = None if owed is None or not any(owed) else torch.tensor(owed, dtype=torch.int64)
-    return choose_cut(survival_BK, seconds=costs.seconds(drafted), ratios=ratios, depths_B=depths_B, owed_B=owed_B)
+    return choose_cut(
+        survival_BK,
+        seconds=costs.seconds(len(acceptance), drafted=drafted),
+        ratios=ratios,
+        depths_B=depths_B,
+        owed_B=owed_B,
+    )
 
 
 def fixed_cut(acceptance: Sequence[Sequence[float]], *, depths: Sequence[int], ratio: float) -> list[int]:

@@ -12,10 +12,10 @@ told the same decide the same, so every rank of an engine may hold one of its ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from angelspec.core.costs import RATIOS
+from angelspec.core.calibration import evidence
 from angelspec.core.estimates import Estimates, ProbeBudget
 from angelspec.core.step_costs import StepCosts
 from angelspec.core.workloads import Workload
@@ -23,6 +23,20 @@ from angelspec.ops.step_plan import CostCurves, DraftPlan, Row, fixed_cut, plan_
 
 _STARVED_AFTER = 4
 """A row that was drafted for so many times in a row without a verified proposal is owed one."""
+_PROBE_GAP = 16
+"""Steps between two probes of a request with the same drafter."""
+_PROBE_SLOTS = 0.5
+"""What a probe verifies beyond its first proposal, in the time that it drafted."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A row that is drafted for, or by another drafter, only to learn."""
+
+    cost: float
+    """Tokens that it costs before any of its proposals is verified."""
+    owed: int
+    """Proposals that are verified in any case: what they cost is to be in proportion to what drafting cost."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +49,12 @@ class Step:
     """Per row; None decodes plainly."""
     plan: DraftPlan
     """What was expected before probes were added."""
-    probes: frozenset[int] = frozenset()
-    """Rows that are drafted for only to learn."""
-    confidences: tuple[tuple[float, ...], ...] = ()
-    """Per row, as drafted; empty for a plain row."""
+    probes: Mapping[int, Probe] = field(default_factory=dict)
+    """By row."""
+    slot_price: float = 0.0
+    """What the time of one more verified slot is worth, in tokens."""
+    evidence: tuple[Sequence[float], ...] = ()
+    """Per row, of the drafted confidences; empty for a plain row."""
     kept: tuple[int, ...] = ()
     """Verified proposals per row."""
     ratio: float = 1.0
@@ -79,7 +95,7 @@ class StepPlanner:
         estimates: Estimates,
         *,
         depths: dict[str, int],
-        ratios: Sequence[float] | None = RATIOS,
+        ratios: Sequence[float] | None = None,
         probes: ProbeBudget | None = None,
     ) -> None:
         self._curves = CostCurves(costs, depth=max(depths.values(), default=0))
@@ -119,10 +135,10 @@ class StepPlanner:
             Row({name: self._estimates.survivals(request, name) for name in known.drafters}, known.forced)
             for request, known in ((request, self._requests[request]) for request in requests)
         ]
-        plan = plan_drafting(rows, costs=self._curves)
+        plan = plan_drafting(rows, costs=self._curves, ratios=self._ratios)
         step = Step(tuple(requests), plan.drafters, plan)
         self._probes.earn(plan.expected_tokens, batch_size=len(rows))
-        return self._with_probe(step)
+        return self._with_probes(step)
 
     def cut(self, step: Step, confidences: Sequence[Sequence[float]]) -> Step:
         """Which of the drafted proposals to verify.
@@ -133,12 +149,14 @@ class StepPlanner:
         Returns:
             The step with ``kept`` and ``ratio``.
         """
+        evidences = tuple(evidence(raw) for raw in confidences)
         acceptance, depths, owed, ratios = [], [], [], []
-        for index, (request, name, raw) in enumerate(zip(step.requests, step.drafters, confidences, strict=True)):
+        for index, (request, name) in enumerate(zip(step.requests, step.drafters, strict=True)):
             known = self._requests[request]
-            acceptance.append(self._estimates.acceptance(request, name, raw) if name is not None else [])
+            acceptance.append(self._estimates.acceptance(request, name, evidences[index]) if name is not None else [])
             depths.append(self._depths[name] if name is not None else 0)
-            owed.append(int(name is not None and (index in step.probes or known.unverified >= _STARVED_AFTER)))
+            starved = int(name is not None and known.unverified >= _STARVED_AFTER)
+            owed.append(step.probes[index].owed if index in step.probes else starved)
             ratios.append(known.ratio)
         counts = {name: len(rows) for name, rows in step.rows_by_drafter.items()}
         for ratio in sorted({ratio for ratio in ratios if ratio is not None}):
@@ -155,9 +173,7 @@ class StepPlanner:
             if name is not None:
                 known = self._requests[request]
                 known.unverified = 0 if number else known.unverified + 1
-        return replace(
-            step, confidences=tuple(tuple(raw) for raw in confidences), kept=kept, ratio=decision.ratio
-        )
+        return replace(step, evidence=evidences, kept=kept, ratio=decision.ratio)
 
     def observe(self, step: Step, accepted: Sequence[int]) -> None:
         """What came of a step: accepted proposals per row (the bonus token not counted)."""
@@ -166,43 +182,62 @@ class StepPlanner:
                 self._estimates.observe_plain(request)
                 continue
             self._estimates.observe(
-                request, name, step.confidences[index], verified=step.kept[index], accepted=accepted[index]
+                request, name, step.evidence[index], verified=step.kept[index], accepted=accepted[index]
             )
-        if step.probes:
-            slots = len(step.requests) + sum(step.kept)
-            without = slots - sum(step.kept[index] for index in step.probes)
-            cost = self._probe_tokens(step, slots=slots, slots_without=without)
-            if cost is not None:
-                self._probes.settle(cost=cost, accepted=sum(accepted[index] for index in step.probes))
+        for index, probe in step.probes.items():
+            cost = probe.cost + step.kept[index] * step.slot_price
+            self._probes.settle(cost=cost, accepted=accepted[index])
 
     # --------------------------------------------------------------------------------------------- probes
 
-    def _with_probe(self, step: Step) -> Step:
-        """Add the plain row that waits longest for a probe, if the budget affords it."""
-        waiting = [
-            (self._estimates.never_drafted(request, name), self._estimates.idle_steps(request, name), -index, name)
-            for index, request in enumerate(step.requests)
-            if step.drafters[index] is None
-            for name in self._requests[request].drafters
-        ]
-        if not waiting:
+    def _with_probes(self, step: Step) -> Step:
+        """Try other drafters than the plan's as far as the budget goes: those that a request never had, then those
+        that it had longest ago."""
+        plan, batch = step.plan, len(step.requests)
+        verify = self._curves.verify(batch)
+        if not plan.seconds or verify is None or not self._depths:
             return step
-        _, _, minus_index, name = max(waiting)
-        index = -minus_index
-        drafters = (*step.drafters[:index], name, *step.drafters[index + 1 :])
-        probed = replace(step, drafters=drafters, probes=frozenset({index}))
-        slots = len(step.requests)
-        cost = self._probe_tokens(probed, slots=slots + 1, slots_without=slots)
-        return probed if cost is not None and self._probes.affords(cost) else step
+        rate = plan.expected_tokens / plan.seconds
+        price = rate * float(verify[-1] - verify[0]) / (len(verify) - 1)
+        candidates = []
+        for index, request in enumerate(step.requests):
+            for name in self._requests[request].drafters:
+                never, idle = self._estimates.last_drafted(request, name)
+                if name != step.drafters[index] and (never or idle >= _PROBE_GAP):
+                    candidates.append((not never, -idle, index, name))
+        drafters, probes, expected = list(step.drafters), {}, 0.0
+        for _, _, index, name in sorted(candidates):
+            if index in probes:
+                continue
+            request, instead = step.requests[index], drafters[index]
+            without, planned, probing = (
+                self._curves.draft(_count([*drafters[:index], one, *drafters[index + 1 :]]))
+                for one in (None, instead, name)
+            )
+            if without is None or planned is None or probing is None:
+                break
+            affordable = _PROBE_SLOTS * rate * (probing - without) / price if price > 0 else float("inf")
+            owed = int(min(1 + max(affordable, 0.0), self._depths[name]))
+            forgone = self._worth(request, instead, price=price, owed=0) if instead is not None else 0.0
+            probe = Probe(rate * (probing - planned) + forgone, owed)
+            expected += probe.cost - self._worth(request, name, price=price, owed=owed)
+            if not self._probes.affords(expected):
+                break
+            drafters[index], probes[index] = name, probe
+        return replace(step, drafters=tuple(drafters), probes=probes, slot_price=price)
 
-    def _probe_tokens(self, step: Step, *, slots: int, slots_without: int) -> float | None:
-        """What the time of a step's probes is worth, in tokens at the rate of the plan without them."""
-        if not step.plan.seconds:
-            return None
-        batch = len(step.requests)
-        counts = {name: len(rows) for name, rows in step.rows_by_drafter.items()}
-        with_probes = self._curves.seconds(counts)(batch, slots)
-        without = self._curves.seconds(step.plan.drafted)(batch, slots_without)
-        if with_probes is None or without is None:
-            return None
-        return (with_probes - without) * step.plan.expected_tokens / step.plan.seconds
+    def _worth(self, request: str, drafter: str, *, price: float, owed: int) -> float:
+        """Expected tokens of a draft less the price of its verified slots."""
+        return sum(
+            survival - price
+            for k, survival in enumerate(self._estimates.survivals(request, drafter))
+            if k < owed or survival > price
+        )
+
+
+def _count(drafters: Sequence[str | None]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name in drafters:
+        if name is not None:
+            counts[name] = counts.get(name, 0) + 1
+    return counts
