@@ -43,6 +43,14 @@ class TrainingError(AngelspecError):
     """A training that must not go on (non-finite steps, nothing to train on)."""
 
 
+class BundleError(AngelspecError):
+    """A bundle that cannot be served as written."""
+
+
+class RequestError(AngelspecError):
+    """A request that cannot be served as it is labelled."""
+
+
 class Interrupted(AngelspecError):
     """A job that was asked to stop and has saved its state; running it again goes on from there."""
 

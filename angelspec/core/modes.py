@@ -28,6 +28,8 @@ class ModeFamily:
     """Text that opens reasoning in an answer."""
     think_close: str | None = None
     """Text that closes reasoning in an answer."""
+    default: Mode = "no-think"
+    """The mode of a prompt that was rendered without any of the arguments."""
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -47,11 +49,28 @@ class ModeFamily:
             )
         return dict(self.template_arguments[mode])
 
+    def mode_of(self, arguments: Mapping[str, Any]) -> Mode | None:
+        """The mode that template keyword arguments ask for; None where it is none that angelspec knows.
 
-def _family(name: str, think_open: str | None, think_close: str | None, **arguments: dict[str, Any]) -> ModeFamily:
+        Arguments that do not switch thinking are ignored.
+        """
+        switches = {key for by_mode in self.template_arguments.values() for key in by_mode}
+        given = {key: value for key, value in arguments.items() if key in switches}
+        asked = {**self.template_arguments[self.default], **given}
+        return next((mode for mode in self.modes if self.template_arguments[mode] == asked), None)
+
+
+def _family(
+    name: str,
+    think_open: str | None,
+    think_close: str | None,
+    *,
+    default: Mode = "no-think",
+    **arguments: dict[str, Any],
+) -> ModeFamily:
     by_mode = {mode: MappingProxyType(arguments[mode.replace("-", "_")]) for mode in MODES
                if mode.replace("-", "_") in arguments}  # fmt: skip
-    return ModeFamily(name, MappingProxyType(by_mode), think_open, think_close)
+    return ModeFamily(name, MappingProxyType(by_mode), think_open, think_close, default)
 
 
 MODE_FAMILIES: Mapping[str, ModeFamily] = MappingProxyType(
@@ -64,7 +83,7 @@ MODE_FAMILIES: Mapping[str, ModeFamily] = MappingProxyType(
                 no_think={"enable_thinking": False}, high_think={"enable_thinking": True},
             ),
             _family(
-                "qwen3", "<think>", "</think>",
+                "qwen3", "<think>", "</think>", default="high-think",
                 no_think={"enable_thinking": False}, high_think={"enable_thinking": True},
             ),
             _family(

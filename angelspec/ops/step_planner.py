@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from angelspec.core.bundle import Bundle
 from angelspec.core.calibration import evidence
 from angelspec.core.estimates import Estimates, ProbeBudget
 from angelspec.core.step_costs import StepCosts
@@ -94,7 +95,7 @@ class StepPlanner:
         costs: StepCosts,
         estimates: Estimates,
         *,
-        depths: dict[str, int],
+        depths: Mapping[str, int],
         ratios: Sequence[float] | None = None,
         probes: ProbeBudget | None = None,
     ) -> None:
@@ -102,6 +103,12 @@ class StepPlanner:
         self._estimates, self._depths, self._ratios = estimates, dict(depths), ratios
         self._probes = ProbeBudget() if probes is None else probes
         self._requests: dict[str, _Request] = {}
+
+    @classmethod
+    def of(cls, bundle: Bundle, costs: StepCosts) -> StepPlanner:
+        """The planner of a bundle, with costs measured on this machine."""
+        estimates = Estimates(bundle.depths, measured=bundle.measured, calibrations=bundle.calibrations)
+        return cls(costs, estimates, depths=bundle.depths, ratios=bundle.dcut.ratios)
 
     def open(
         self,
