@@ -1,4 +1,4 @@
-"""A seeded world in which a serving policy can be tried: given step costs, and requests whose drafts come true by chance.
+"""A seeded world in which a serving policy is tried: given step costs, and requests whose drafts come true by chance.
 
 A closed loop of fixed concurrency: a request that is done is replaced by the next. Request n is the same for every
 policy (its length, its acceptance, its confidences), only the order of events differs. Throughput is the sum of

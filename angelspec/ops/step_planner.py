@@ -79,6 +79,10 @@ class _Request:
     unverified: int = 0
 
 
+_GONE = _Request((), False, None)
+"""A request that was closed while its step was on the way: nothing of it is verified."""
+
+
 class StepPlanner:
     """Decides the steps of one engine.
 
@@ -159,7 +163,8 @@ class StepPlanner:
         evidences = tuple(evidence(raw) for raw in confidences)
         acceptance, depths, owed, ratios = [], [], [], []
         for index, (request, name) in enumerate(zip(step.requests, step.drafters, strict=True)):
-            known = self._requests[request]
+            known = self._requests.get(request, _GONE)
+            name = None if known is _GONE else name
             acceptance.append(self._estimates.acceptance(request, name, evidences[index]) if name is not None else [])
             depths.append(self._depths[name] if name is not None else 0)
             starved = int(name is not None and known.unverified >= _STARVED_AFTER)
@@ -177,7 +182,7 @@ class StepPlanner:
         )
         kept = tuple(decision.kept_B.tolist())
         for request, name, number in zip(step.requests, step.drafters, kept, strict=True):
-            if name is not None:
+            if name is not None and request in self._requests:
                 known = self._requests[request]
                 known.unverified = 0 if number else known.unverified + 1
         return replace(step, evidence=evidences, kept=kept, ratio=decision.ratio)

@@ -1,5 +1,7 @@
 """D-cut against its definition (arXiv 2607.14647)."""
 
+import math
+
 import pytest
 import torch
 
@@ -82,3 +84,44 @@ def test_a_ratio_out_of_range_is_refused():
     for ratio in (0.0, -1.0, 1.1):
         with pytest.raises(ValueError, match="keep ratio"):
             cut(torch.ones(1, 1), ratio=ratio)
+
+
+@pytest.mark.parametrize("ratio", [*RATIOS, 0.1])
+@pytest.mark.parametrize("with_owed", [False, True])
+def test_mixed_depths_equal_the_reference(ratio, with_owed):
+    """Block rows, MTP rows and plain rows in one batch, some of them owed proposals."""
+    generator = torch.Generator().manual_seed(5)
+    for batch in (1, 3, 8, 17):
+        depths_B = torch.tensor([7, 3, 0])[torch.randint(3, (batch,), generator=generator)]
+        lengths_B = torch.minimum(depths_B, torch.randint(8, (batch,), generator=generator))
+        owed_B = torch.randint(3, (batch,), generator=generator) if with_owed else None
+        survival_BK = survivals(torch.rand(batch, 7, generator=generator), lengths_B=lengths_B)
+        decision = cut(survival_BK, ratio=ratio, depths_B=depths_B, owed_B=owed_B)
+        owed = owed_B.tolist() if with_owed else None
+        kept = cut_reference(survival_BK.tolist(), ratio=ratio, depths=depths_B.tolist(), owed=owed)
+        assert decision.kept_B.tolist() == kept
+        expected = batch + sum(float(s[:n].double().sum()) for s, n in zip(survival_BK, kept, strict=True))
+        assert decision.expected_tokens == pytest.approx(expected)
+        if not with_owed:
+            existing = int(lengths_B.sum())
+            slots = max(batch, math.ceil(round(ratio * int((depths_B + 1).sum()), 9)))
+            assert sum(kept) == min(slots - batch, existing)
+        else:
+            assert all(k >= min(o, n) for k, o, n in zip(kept, owed, lengths_B.tolist(), strict=True))
+
+
+def test_plain_rows_buy_no_slots():
+    survival_BK = survivals(torch.full((4, 7), 0.9), lengths_B=torch.tensor([7, 0, 0, 0]))
+    alone = cut(survival_BK, ratio=0.5, depths_B=torch.tensor([7, 0, 0, 0]))
+    assert alone.kept_B.tolist() == [2, 0, 0, 0]  # ceil(11 / 2) slots, four of them anchors
+    assert cut(survival_BK, ratio=0.25, depths_B=torch.tensor([7, 0, 0, 0])).kept_B.tolist() == [0, 0, 0, 0]
+
+
+def test_every_number_of_slots_may_be_tried():
+    survival_BK = torch.tensor([[0.8, 0.5, 0.1]])
+    decision = choose_cut(survival_BK, seconds=lambda batch, slots: 1.0 + 0.3 * slots, ratios=None)
+    assert decision.kept_B.tolist() == [2] and decision.ratio == pytest.approx(3 / 4)  # no ratio of the paper's grid
+    owed = choose_cut(survival_BK, seconds=lambda batch, slots: float(slots), ratios=None, owed_B=torch.tensor([1]))
+    assert owed.kept_B.tolist() == [1]
+    nothing = choose_cut(torch.zeros(2, 0), seconds=lambda batch, slots: 1.0, ratios=None)
+    assert nothing.kept_B.tolist() == [0, 0] and nothing.expected_tokens == 2

@@ -1,0 +1,320 @@
+"""Tells chat, code and mathematics apart, from the messages of a request.
+
+A linear model over features that a person can read: cues (patterns that look alike in every language: a code fence, an
+equation, a sum of money), concepts (lists of words in several languages that mean one thing, such as "function" or
+"how many"), and words that the training prompts made telling. Every feature of a text votes for each workload with
+its weight; the largest sum wins, and ``Classification.evidence`` names the votes that decided.
+
+The weights are data (``classifier_weights.json``), made by ``angelspec.data.classifier_training``. Nothing but
+the standard library is used, and a text is read only in part when it is long, so that a call takes well under a
+millisecond.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from angelspec.core.workloads import WORKLOADS, Workload
+
+WEIGHTS_FILE = Path(__file__).with_name("classifier_weights.json")
+_HEAD, _TAIL = 1200, 600
+"""Characters that are read at a message's beginning and end."""
+_MOST_MESSAGES = 4
+"""User messages that are read, the latest first; each weighs less than the one after it."""
+_FADE = 0.6
+_LONGEST_WORD = 24
+"""Letters of a word that are compared with the beginnings of words."""
+
+# ------------------------------------------------------------------------------------------------- features
+
+_CUES: dict[str, re.Pattern[str]] = {
+    name: re.compile(pattern, re.MULTILINE)
+    for name, pattern in {
+        "code fence": r"```",
+        "inline code": r"`[^`\n]+`",
+        "function call": r"\b[A-Za-z_]\w*\((?!s\))",
+        "identifier": r"\b[a-z]+_[a-z_]+\b|\b[a-z]+[A-Z][a-zA-Z]+\b",
+        "definition": r"^[ \t]*(?:def|class|function|fn|func|public|private|import|from|#include|using|const|let|var"
+        r"|SELECT|CREATE|INSERT|interface|struct)\s",
+        "code line": r"[;{}][ \t]*$|^[ \t]*(?:return|if|for|while|else|elif|try|assert)\b.{0,80}[:{(]",
+        "code operator": r"==|!=|=>|->|&&|\|\||\+=|::|</\w+>|<\w+>",
+        "file name": r"\b[\w-]{1,40}\.(?:py|js|ts|java|cpp|cc|c|h|cs|go|rs|rb|php|html|css|json|ya?ml|csv|sql|sh|txt|md)\b",
+        "latex": r"\\(?:[a-zA-Z]{2,}|[\[(])|\$[^$\n]{1,60}\$",
+        "equation": r"[\dxyz)²]\s?[=+*/^×÷·≤≥<>−]\s?-?[\dxyz(√\\]|[a-z]\([a-z]\)\s?="
+        r"|√|π|∫|∑|²|³|\b\d+\s?[-–]\s?\d+\s?=",
+        "number": r"\d+(?:[.,]\d+)*",
+        "money": r"[$€£¥₹₽₩]\s?\d|\d\s?[$€£¥₹₽₩元円원]|\b\d+(?:[.,]\d+)?\s?(?:dollars?|cents?|euros?|Euro|pounds?)\b",
+        "percent": r"\d\s?%|\b\d+\s?(?:percent|Prozent|pour ?cent|por ciento|per cento|por cento|procent)",
+        "fraction": r"\b\d+\s?/\s?\d+\b",
+        "measure": r"\b\d+(?:[.,]\d+)?\s?(?:km|m|cm|mm|kg|g|lb|l|ml|km/h|mph|miles?|feet|inches|meters?|metres?|hours?"
+        r"|minutes?|days?|weeks?|years?|Stunden|Minuten|Tage|heures?|jours?|horas?|días?|ore|giorni)\b",
+        "question": r"[?？][ \t]*$",
+        "placeholder": r"\b[A-Z]{3,}\b",
+        "list item": r"^[ \t]*(?:[-*•]|\d+[.)])\s",
+        "new line": r"\n",
+    }.items()
+}
+
+_CONCEPTS: dict[str, str] = {
+    # Latin and Cyrillic words are matched whole, or as a beginning where they end in *; CJK words anywhere.
+    "programming language": """python javascript typescript java c++ c# c rust golang sql bash html css php ruby kotlin
+        swift scala perl haskell lua matlab regex regexp regulärer numpy pandas react django flask node nodejs jquery
+        pytorch tensorflow mysql postgres postgresql sqlite mongodb docker dockerfile kubernetes git linux powershell
+        json xml yaml csv api http excel vba latex shell makefile""",
+    "code noun": """function* method* class classes array* string* loop* variable* code* program* script* algorithm*
+        compiler debug* bug bugs exception* recursion recursive* boolean integer* parameter* argument* regex query
+        queries database* table stack queue dictionary tuple* iterator* unittest* implement* refactor* syntax
+        constructor* snippet* codebase backend frontend pointer* hashmap substring* palindrom* dataframe* column*
+        funktion* methode* klasse* schleife* zeichenkette* variablen quelltext quellcode code programm* skript*
+        algorithmus algorithmen fehler datenbank* abfrage* rückgabe* implementier* liste listen
+        fonction* méthode* classe* boucle* chaîne* tableau programme* algorithme* requête* développ* renvoi* liste*
+        función funciones método* clase* bucle* cadena* arreglo* programa* algoritmo* consulta* código implement*
+        devuelv* lista* diccionario*
+        funzione funzioni metodo* ciclo stringa stringhe codice algoritmo script restituis* lista
+        função funções laço código algoritmo retorn* string
+        functie* methode* lus tekenreeks* programma* databank
+        funkcj* metod* pętl* łańcuch* program* algorytm* kod zwrac* tablic*
+        функци* метод* класс* цикл* строк* массив* код* программ* алгоритм* скрипт* запрос* возвращ* список
+        fonksiyon* döngü* dizi* kod* algoritma* funktion* metod* sträng* slinga
+        函数 代码 程序 循环 数组 字符串 算法 脚本 变量 编程 接口 查询 数据库 列表
+        関数 コード プログラム ループ 配列 文字列 アルゴリズム スクリプト 変数 クエリ 実装
+        함수 코드 프로그램 반복문 배열 문자열 알고리즘 스크립트 변수 쿼리 구현
+        دالة كود برنامج خوارزمية مصفوفة""",
+    "how many": """many much total altogether left remain* each per twice half double sum difference average
+        viel viele vielen insgesamt übrig bleiben jeder jede jedes pro doppelt hälfte summe differenz durchschnitt*
+        combien total reste* chaque moitié double somme différence moyenne
+        cuánto cuánta cuántos cuántas total queda* cada mitad doble suma diferencia promedio media
+        quanto quanta quanti quante totale rimang* resta* ogni ciascun* metà doppio somma differenza
+        quantos quantas restam sobra* metade dobro soma diferença média
+        hoeveel totaal over elke helft dubbel* som verschil gemiddelde
+        ile razem zostanie zostało każdy każda połow* suma różnic* średni*
+        сколько всего осталось каждый каждая каждого половин* сумм* разност* средн*
+        kaç toplam kaldı her yarısı hur många totalt kvar varje
+        多少 几个 一共 总共 剩下 每个 每 一半 两倍 平均 总和
+        いくつ 何個 いくら 合計 残り 半分 平均 何人 何時間
+        몇 모두 합계 남은 평균 절반
+        كم""",
+    "calculate": """calculate compute solve evaluate simplify factor* find prove differentiate integrate determine
+        berechne* löse lösen bestimme ermittle vereinfache beweise rechne
+        calcule* calculer résous résoudre résolvez détermine* simplifie* démontre*
+        calcula* calcular resuelve resolver halla determina* simplifica* demuestra
+        calcola* risolvi risolvere trova determina semplifica dimostra
+        calcule resolva determine simplifique
+        bereken los vereenvoudig bepaal bewijs
+        oblicz rozwiąż wyznacz uprość udowodnij
+        вычисли* реши* найди* найдите упрости* докажи* определи*
+        hesapla* çöz* bul beräkna lös bestäm
+        计算 求解 求 解方程 化简 证明
+        計算 解いて 求め 求めよ 証明 方程式
+        계산 구하 풀어 구하시오 증명
+        احسب""",
+    "mathematics noun": """equation* number* integer* fraction* percent* probabilit* triangle* circle* square rectangle*
+        angle* area perimeter volume radius diameter derivative* integral* polynomial* matrix matrices prime* root*
+        divisor* remainder* multiple* ratio* slope graph function vector* theorem* logarithm* sine cosine geometric
+        arithmetic sequence* digit* decimal* exponent* quadratic linear inequalit* hypotenuse permutation*
+        gleichung* zahl zahlen bruch brüche prozent wahrscheinlichkeit* dreieck* kreis* quadrat* rechteck* winkel*
+        fläche flächeninhalt umfang volumen radius durchmesser ableitung* integral* primzahl* wurzel* teiler rest
+        équation* nombre* fraction* probabilité* cercle* carré* rectangle* angle* aire périmètre dérivée* intégrale*
+        premier racine* reste
+        ecuación ecuaciones número* fracción probabilidad* triángulo* círculo* cuadrado* rectángulo* ángulo* área
+        perímetro derivada* integral* primo* raíz raíces
+        equazion* numer* frazion* probabilità triangol* cerchi* quadrat* rettangol* angol* perimetro derivata radice
+        equação equações fração probabilidade triângulo* retângulo* derivada raiz
+        vergelijking* getal getallen breuk* kans driehoek* cirkel* rechthoek* hoek* oppervlakte omtrek afgeleide
+        równani* liczb* ułam* prawdopodobieństw* trójkąt* okręg* prostokąt* pole obwód pochodn*
+        уравнени* числ* дроб* вероятност* треугольник* окружност* прямоугольник* площад* периметр* производн* корен*
+        denklem* sayı* kesir olasılık üçgen* ekvation* tal bråk sannolikhet*
+        方程 数字 分数 概率 三角形 圆 正方形 长方形 面积 周长 导数 积分 质数 百分之
+        方程式 分数 確率 三角形 円 正方形 長方形 面積 周囲 微分 積分 素数 割合
+        방정식 분수 확률 삼각형 원 정사각형 직사각형 넓이 둘레 미분 적분 소수
+        معادلة عدد مثلث""",
+    "prose noun": """story stories poem* email letter essay* article* blog* recipe* speech* summary summar* paragraph*
+        review* advice tips translate* translation rewrite* edit* joke* song lyrics dialogue conversation* invitation
+        message* tweet* slogan* caption* tagline* headline* itinerary plan brainstorm* pros cons opinion* history
+        geschichte* gedicht* brief e-mail mail aufsatz artikel rezept* rede zusammenfass* absatz ratschl* tipps
+        übersetz* witz* lied einladung nachricht*
+        histoire* poème* lettre* courriel essai article* recette* discours résum* paragraphe* conseil* tradui*
+        blague* chanson* invitation
+        historia* cuento* poema* carta correo ensayo artículo* receta* discurso* resum* párrafo* consejo* traduc*
+        chiste* canción
+        storia* racconto poesia lettera articolo ricetta* discorso riassu* paragrafo consigl* traduc* barzelletta
+        canzone
+        história* conto poema carta artigo receita* discurso resum* parágrafo conselho* traduz* piada
+        verhaal gedicht brief artikel recept* samenvat* alinea advies vertaal* grap uitnodiging
+        opowiad* wiersz* list artykuł* przepis* streszcz* akapit* rada przetłumacz* żart
+        рассказ* стих* письмо письма эссе стать* рецепт* резюме абзац* совет* переве* шутк*
+        hikaye* şiir* mektup makale tarif* özet* çevir* berättelse dikt brev artikel recept sammanfatta* översätt*
+        故事 诗 信 邮件 文章 食谱 菜谱 演讲 总结 段落 建议 翻译 笑话 介绍 推荐
+        物語 詩 手紙 メール 記事 レシピ スピーチ 要約 段落 アドバイス 翻訳 おすすめ 紹介
+        이야기 시 편지 이메일 기사 요리법 레시피 연설 요약 조언 번역 추천 소개
+        قصة قصيدة رسالة مقال وصفة ترجم""",
+    "explain": """explain describe why what who difference between mean meaning suggest recommend compare discuss
+        should would think feel could help me my your
+        erkläre erklär beschreibe warum was wer unterschied bedeutet empfiehl vergleiche mir mein meine
+        explique* décri* pourquoi que qui différence signifie recommand* compare* moi mon ma
+        explica* describe* porqué qué quién diferencia significa recomienda* compara* mi mis
+        spiega* descrivi perché cosa chi differenza significa consiglia* mio mia
+        explique descreva porquê diferença significa recomend* meu minha
+        leg uitleg beschrijf waarom wat wie verschil betekent mijn
+        wyjaśnij opisz dlaczego co kto różnica znaczy poleć mój moja
+        объясни* опиши* почему что кто разниц* значит посоветуй* мой моя мне
+        açıkla anlat neden nedir förklara beskriv varför vad
+        解释 描述 为什么 什么 谁 区别 意思 如何 怎么
+        説明 なぜ 何 誰 違い 意味 どう 教えて
+        설명 왜 무엇 누구 차이 의미 어떻게 알려
+        اشرح لماذا""",
+}
+_WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?(?:\+\+|#)?")
+_DENSE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
+"""Scripts that put no spaces between words, or inflect so much that words are matched anywhere."""
+
+
+@cache
+def _lexicon() -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]], tuple[tuple[str, str], ...]]:
+    """Concepts by whole word, by beginning of a word, and (word, concept) of dense scripts."""
+    whole: dict[str, list[str]] = {}
+    beginning: dict[str, list[str]] = {}
+    dense = []
+    for concept, words in _CONCEPTS.items():
+        for word in dict.fromkeys(words.split()):
+            if _DENSE.match(word):
+                dense.append((word, concept))
+            elif word.endswith("*"):
+                beginning.setdefault(word[:-1], []).append(concept)
+            else:
+                whole.setdefault(word, []).append(concept)
+    fixed = {word: tuple(concepts) for word, concepts in whole.items()}
+    return fixed, {word: tuple(concepts) for word, concepts in beginning.items()}, tuple(dense)
+
+
+@cache
+def _shortest() -> int:
+    return min(map(len, _lexicon()[1]))
+
+
+def features(text: str) -> dict[str, float]:
+    """What is seen in one text, by the name of the feature."""
+    text = text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]}\n{text[-_TAIL:]}"
+    found: dict[str, float] = {}
+    for name, pattern in _CUES.items():
+        if hits := len(pattern.findall(text)):
+            found[f"cue {name}"] = math.log2(1 + hits)
+    words = _WORD.findall(text.lower())
+    whole, beginning, dense = _lexicon()
+    counts: dict[str, int] = {}
+    for word in set(words):
+        concepts = set(whole.get(word, ()))
+        for end in range(_shortest(), min(len(word), _LONGEST_WORD) + 1):
+            concepts.update(beginning.get(word[:end], ()))
+        for concept in concepts:
+            counts[concept] = counts.get(concept, 0) + 1
+    if _DENSE.search(text):
+        for word, concept in dense:
+            if word in text:
+                counts[concept] = counts.get(concept, 0) + 1
+    for concept, count in counts.items():
+        found[f"concept {concept}"] = math.log2(1 + count)
+    for word in set(words):
+        found[f"word {word}"] = 1.0
+    size = len(words) + sum(map(len, _DENSE.findall(text))) / 2
+    found["size"] = math.log2(1 + size) / 4
+    if numbers := found.get("cue number"):
+        found["numbers per word"] = 4 * (2**numbers - 1) / (size + 4)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------- the model
+
+
+@dataclass(frozen=True)
+class Classification:
+    """What a request was taken for, and why."""
+
+    workload: Workload
+    probability: float
+    """Of that workload, by the model."""
+    evidence: tuple[tuple[str, float], ...]
+    """The features that spoke most for it against the runner-up, with their votes (negative: against it)."""
+
+    def __str__(self) -> str:
+        votes = ", ".join(f"{name} {vote:+.1f}" for name, vote in self.evidence)
+        return f"{self.workload} ({self.probability:.0%}: {votes or 'nothing telling'})"
+
+
+@dataclass(frozen=True)
+class ClassifierWeights:
+    """A linear model: a vote per workload for every feature."""
+
+    bias: Mapping[Workload, float]
+    votes: Mapping[str, tuple[float, ...]]
+    """By feature, in the order of ``WORKLOADS``."""
+
+    @classmethod
+    def read(cls, path: Path) -> ClassifierWeights:
+        """From a JSON file of ``core/classifier_weights.json``'s form."""
+        content = json.loads(path.read_text(encoding="utf-8"))
+        order = [content["workloads"].index(workload) for workload in WORKLOADS]
+        votes = {name: tuple(values[i] for i in order) for name, values in content["votes"].items()}
+        return cls({workload: content["bias"][i] for workload, i in zip(WORKLOADS, order, strict=True)}, votes)
+
+
+@cache
+def shipped_weights() -> ClassifierWeights:
+    """The weights in the package."""
+    return ClassifierWeights.read(WEIGHTS_FILE)
+
+
+def classify_text(*texts: str, weights: ClassifierWeights | None = None, num_evidence: int = 5) -> Classification:
+    """Classify what a user wrote.
+
+    Args:
+        texts: the user's messages, the latest last.
+        weights: None: those of the package.
+        num_evidence: features to name.
+    """
+    weights = shipped_weights() if weights is None else weights
+    scores = [weights.bias[workload] for workload in WORKLOADS]
+    cast: dict[str, list[float]] = {}
+    for age, text in enumerate(reversed(texts[-_MOST_MESSAGES:])):
+        for name, value in features(text).items():
+            if (votes := weights.votes.get(name)) is not None:
+                given = cast.setdefault(name, [0.0] * len(WORKLOADS))
+                for i, vote in enumerate(votes):
+                    given[i] += vote * value * _FADE**age
+    for given in cast.values():
+        scores = [score + vote for score, vote in zip(scores, given, strict=True)]
+    first, second = sorted(range(len(WORKLOADS)), key=lambda i: (-scores[i], i))[:2]
+    margins = sorted(((given[first] - given[second], name) for name, given in cast.items()), key=lambda m: -abs(m[0]))
+    total = sum(math.exp(score - scores[first]) for score in scores)
+    return Classification(
+        WORKLOADS[first],
+        1 / total,
+        tuple((name, round(margin, 2)) for margin, name in margins[:num_evidence] if abs(margin) >= 0.05),
+    )
+
+
+def classify(messages: Sequence[Mapping[str, Any]], *, weights: ClassifierWeights | None = None) -> Classification:
+    """Classify a chat request by what its user wrote; other roles are not read.
+
+    Args:
+        messages: of the OpenAI form: ``role`` and ``content``, the latter a text or a list of parts.
+        weights: None: those of the package.
+    """
+    texts = [_text(message.get("content")) for message in messages if message.get("role") == "user"]
+    return classify_text(*(text for text in texts if text), weights=weights)
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        parts = [part.get("text") for part in content if isinstance(part, Mapping)]
+        return "\n".join(part for part in parts if isinstance(part, str))
+    return ""
