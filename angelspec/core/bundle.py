@@ -20,13 +20,15 @@ from typing import Any, Literal, Self, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from angelspec.core.acceptance import pool
 from angelspec.core.calibration import Calibration
 from angelspec.core.errors import AngelspecError, BundleError, suggest
 from angelspec.core.files import write_json_atomic, write_text_atomic
+from angelspec.core.manifest import DrafterManifest
 from angelspec.core.modes import MODE_FAMILIES, Mode, mode_family
 from angelspec.core.problems import problems
 from angelspec.core.step_costs import MeasuredFor, StepCosts
-from angelspec.core.workloads import Workload
+from angelspec.core.workloads import WORKLOADS, Workload
 
 FORMAT_VERSION = 1
 """Raised when a bundle of an earlier version can no longer be read as is."""
@@ -117,7 +119,7 @@ class CutSettings(BaseModel):
         return self.ratio if self.enabled else 1.0
 
 
-class MeasuredAcceptance(BaseModel):
+class WorkloadAcceptance(BaseModel):
     """How far one drafter's proposals were accepted on one workload."""
 
     model_config = _STRICT
@@ -157,7 +159,7 @@ class Bundle(BaseModel):
     dcut: CutSettings = CutSettings()
     costs: StepCosts | None = None
     """Measured on the machine that ``costs.measured_for`` describes; None: the server measures when it starts."""
-    acceptance: tuple[MeasuredAcceptance, ...] = ()
+    acceptance: tuple[WorkloadAcceptance, ...] = ()
     """By drafter and workload."""
     calibrations: dict[str, Calibration] = Field(default_factory=dict)
     """By drafter: what its confidences are worth, learnt from verified proposals."""
@@ -339,3 +341,41 @@ def _contradictions(bundle: Bundle) -> list[str]:
         if name not in by_name:
             wrong.append(f"costs.drafting.{name}: no drafter '{name}'{suggest(name, names)}")
     return wrong
+
+
+def of_checkpoint(
+    manifest: DrafterManifest, *, name: str, source: str
+) -> tuple[BundleDrafter, list[WorkloadAcceptance]]:
+    """A bundle's entries for an exported drafter: what it is, and the acceptance that its evaluation measured.
+
+    Args:
+        manifest: of the checkpoint.
+        name: what routes and requests are to call it.
+        source: where it lies, as the bundle is to say it.
+
+    Measurements are pooled over suites, finished and unfinished answers, at the lowest temperature measured.
+    """
+    config = manifest.drafter
+    drafter = BundleDrafter(
+        name=name,
+        source=source,
+        family=config.family,
+        algorithm=manifest.algorithm if manifest.algorithm != config.family else None,
+        mode=manifest.mode,
+        depth=config.num_proposals,
+    )
+    coldest = min((item.temperature for item in manifest.acceptance), default=0.0)
+    measured = []
+    for workload in WORKLOADS:
+        cells = [c for c in manifest.acceptance if c.workload == workload and c.temperature == coldest]
+        counts = pool(counts for cell in cells for counts in (cell.finished, cell.unfinished))
+        if counts.full_depth_steps and len(counts.cumulative_acceptance) == drafter.depth:
+            measured.append(
+                WorkloadAcceptance(
+                    drafter=name,
+                    workload=workload,
+                    cumulative=counts.cumulative_acceptance,
+                    steps=counts.full_depth_steps,
+                )
+            )
+    return drafter, measured

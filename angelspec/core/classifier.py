@@ -34,18 +34,24 @@ _LONGEST_WORD = 24
 
 # ------------------------------------------------------------------------------------------------- features
 
-_CUES: dict[str, re.Pattern[str]] = {
-    name: re.compile(pattern, re.MULTILINE)
-    for name, pattern in {
+
+def _compiled(patterns: Mapping[str, str]) -> dict[str, re.Pattern[str]]:
+    return {name: re.compile(pattern, re.MULTILINE) for name, pattern in patterns.items()}
+
+
+# No pattern may scan far from each place where it can begin: a text of one kind of character must stay quick.
+_CODE_CUES = _compiled(
+    {
         "code fence": r"```",
-        "inline code": r"`[^`\n]+`",
-        "function call": r"\b[A-Za-z_]\w*\((?!s\))",
+        "inline code": r"`[^`\n]{1,80}`",
+        "function call": r"\b[A-Za-z_]\w{1,40}\((?!s\))",
         "identifier": r"\b[a-z]+_[a-z_]+\b|\b[a-z]+[A-Z][a-zA-Z]+\b",
-        "definition": r"^[ \t]*(?:def|class|function|fn|func|public|private|import|from|#include|using|const|let|var"
-        r"|SELECT|CREATE|INSERT|interface|struct)\s",
-        "code line": r"[;{}][ \t]*$|^[ \t]*(?:return|if|for|while|else|elif|try|assert)\b.{0,80}[:{(]",
-        "code operator": r"==|!=|=>|->|&&|\|\||\+=|::|</\w+>|<\w+>",
-        "file name": r"\b[\w-]{1,40}\.(?:py|js|ts|java|cpp|cc|c|h|cs|go|rs|rb|php|html|css|json|ya?ml|csv|sql|sh|txt|md)\b",
+        "markup": r"</?[a-z]\w{0,20}>",
+        "file name": r"\b[\w-]{1,40}\.(?:py|js|ts|java|cpp|cc|c|h|cs|go|rs|rb|php|html|css|json|ya?ml|csv|sql|sh|md)\b",
+    }
+)
+_PROSE_CUES = _compiled(
+    {
         "latex": r"\\(?:[a-zA-Z]{2,}|[\[(])|\$[^$\n]{1,60}\$",
         "equation": r"[\dxyz)²]\s?[=+*/^×÷·≤≥<>−]\s?-?[\dxyz(√\\]|[a-z]\([a-z]\)\s?="
         r"|√|π|∫|∑|²|³|\b\d+\s?[-–]\s?\d+\s?=",
@@ -56,11 +62,13 @@ _CUES: dict[str, re.Pattern[str]] = {
         "measure": r"\b\d+(?:[.,]\d+)?\s?(?:km|m|cm|mm|kg|g|lb|l|ml|km/h|mph|miles?|feet|inches|meters?|metres?|hours?"
         r"|minutes?|days?|weeks?|years?|Stunden|Minuten|Tage|heures?|jours?|horas?|días?|ore|giorni)\b",
         "question": r"[?？][ \t]*$",
-        "placeholder": r"\b[A-Z]{3,}\b",
-        "list item": r"^[ \t]*(?:[-*•]|\d+[.)])\s",
-        "new line": r"\n",
-    }.items()
-}
+    }
+)
+_CODE_LINE = re.compile(
+    r"^[ \t]*(?:(?:def|class|function|fn|func|public|private|protected|static|import|from|#include|using|const|let|var"
+    r"|struct|interface|return|assert|SELECT|INSERT|CREATE|UPDATE|DELETE|package|namespace|template)\b.{0,80}"
+    r"[(){};:=<>\"'*]|>>>|//|/\*|\*/|#!|@\w|</?\w{1,20}[^>]{0,80}>)|[;{}][ \t]*$|==|!=|=>|->|&&|\|\||\+=|::"
+)
 
 _CONCEPTS: dict[str, str] = {
     # Latin and Cyrillic words are matched whole, or as a beginning where they end in *; CJK words anywhere.
@@ -68,6 +76,9 @@ _CONCEPTS: dict[str, str] = {
         swift scala perl haskell lua matlab regex regexp regulärer numpy pandas react django flask node nodejs jquery
         pytorch tensorflow mysql postgres postgresql sqlite mongodb docker dockerfile kubernetes git linux powershell
         json xml yaml csv api http excel vba latex shell makefile""",
+    "programming task": """stdin stdout input output compile* runtime testcase* benchmark* leetcode codeforces atcoder
+        commit rebase branch repository install package* library libraries framework server deploy* endpoint
+        error traceback exit*""",
     "code noun": """function* method* class classes array* string* loop* variable* code* program* script* algorithm*
         compiler debug* bug bugs exception* recursion recursive* boolean integer* parameter* argument* regex query
         queries database* table stack queue dictionary tuple* iterator* unittest* implement* refactor* syntax
@@ -200,34 +211,61 @@ def _shortest() -> int:
 
 
 def features(text: str) -> dict[str, float]:
-    """What is seen in one text, by the name of the feature."""
+    """What is seen in one text, by the name of the feature.
+
+    Numbers and words inside code say nothing about the question, so all but the cues of code are looked for in prose.
+    """
     text = text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]}\n{text[-_TAIL:]}"
+    prose, num_code_lines = _without_code(text)
     found: dict[str, float] = {}
-    for name, pattern in _CUES.items():
-        if hits := len(pattern.findall(text)):
-            found[f"cue {name}"] = math.log2(1 + hits)
-    words = _WORD.findall(text.lower())
+    if num_code_lines:
+        found["code lines"] = math.log2(1 + num_code_lines)
+    for cues, where in ((_CODE_CUES, text), (_PROSE_CUES, prose)):
+        for name, pattern in cues.items():
+            if hits := len(pattern.findall(where)):
+                found[f"cue {name}"] = math.log2(1 + hits)
+    words = set(_WORD.findall(prose.lower()))
+    counts = _concepts(prose, words)
+    for concept, count in counts.items():
+        found[f"concept {concept}"] = math.log2(1 + count)
+    for word in words:
+        found[f"word {word}"] = 1.0
+    if "cue number" in found and "how many" in counts:
+        found["numbers, and how many"] = 1.0
+    return found
+
+
+def _without_code(text: str) -> tuple[str, int]:
+    """The lines that are prose, and how many are not: those in a fence, and those that look like code."""
+    prose, num_code, fenced, after_code = [], 0, False, False
+    for line in text.split("\n"):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+            prose.append(line.strip("` \t"))  # the language of a fence is a word like others
+            continue
+        after_code = fenced or bool(_CODE_LINE.search(line)) or (after_code and line.startswith(("  ", "\t")))
+        if after_code:
+            num_code += 1
+        else:
+            prose.append(line)
+    return "\n".join(prose), num_code
+
+
+def _concepts(prose: str, words: set[str]) -> dict[str, int]:
+    """How many different words of each concept occur."""
     whole, beginning, dense = _lexicon()
     counts: dict[str, int] = {}
-    for word in set(words):
+    for word in words:
         concepts = set(whole.get(word, ()))
         for end in range(_shortest(), min(len(word), _LONGEST_WORD) + 1):
             concepts.update(beginning.get(word[:end], ()))
         for concept in concepts:
             counts[concept] = counts.get(concept, 0) + 1
-    if _DENSE.search(text):
+    if _DENSE.search(prose):
         for word, concept in dense:
-            if word in text:
+            if word in prose:
                 counts[concept] = counts.get(concept, 0) + 1
-    for concept, count in counts.items():
-        found[f"concept {concept}"] = math.log2(1 + count)
-    for word in set(words):
-        found[f"word {word}"] = 1.0
-    size = len(words) + sum(map(len, _DENSE.findall(text))) / 2
-    found["size"] = math.log2(1 + size) / 4
-    if numbers := found.get("cue number"):
-        found["numbers per word"] = 4 * (2**numbers - 1) / (size + 4)
-    return found
+    return counts
 
 
 # ----------------------------------------------------------------------------------------------- the model

@@ -30,8 +30,9 @@ SWITCH_DISCOUNT = 0.02
 """Share of the expected tokens that a request forgoes on a drafter other than the one it uses now."""
 PROBE_SHARE = 0.004
 """Share of all tokens that probes may cost."""
-_PROBE_RESERVE = 1.5
-"""The most that is saved up for probes, in plain steps' tokens."""
+_PROBE_RESERVE, _PROBE_RESERVE_LEAST = 1.5, 6.0
+"""The most that is saved up for probes: in tokens per row of the batch, but no less than so many tokens, so that even
+a dear probe of a single row comes about."""
 _ROW_STEPS, _ROW_MEMORY = 2.0, 24.0
 """What a request starts with weighs as much as so many of its steps; how many it remembers."""
 _PEER_DRAFTS, _PEER_GUESS, _PEER_MEMORY = 8.0, 2.0, 32.0
@@ -207,12 +208,13 @@ class ProbeBudget:
 
     def earn(self, expected_tokens: float, *, batch_size: int) -> None:
         """Once per step."""
-        self._tokens = min(self._tokens + self._share * expected_tokens, _PROBE_RESERVE * batch_size)
+        most = max(_PROBE_RESERVE * batch_size, _PROBE_RESERVE_LEAST)
+        self._tokens = min(self._tokens + self._share * expected_tokens, most)
 
     def affords(self, tokens: float) -> bool:
         """Whether probes that are expected to cost so many tokens may be made."""
         return self._tokens >= tokens
 
-    def settle(self, *, cost: float, accepted: int) -> None:
-        """A probe was made: what its time was worth in tokens, and what it brought."""
-        self._tokens += accepted - cost
+    def spend(self, tokens: float) -> None:
+        """Pay for a probe when it is made, and the rest (or be repaid, below 0) when it is known what it brought."""
+        self._tokens -= tokens

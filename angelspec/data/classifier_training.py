@@ -52,10 +52,15 @@ def read_labelled(folder: Path) -> list[Labelled]:
     """
     rows = []
     for path in sorted(folder.glob("*.jsonl")):
-        for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
-            row = json.loads(line)
-            workload = row.get("workload", row.get("domain"))
-            turns = row.get("turns") or [row.get("text")]
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # other line separators may stand inside a string
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                workload, turns = row.get("workload", row.get("domain")), row.get("turns") or [row.get("text")]
+            except (ValueError, AttributeError):
+                workload, turns = None, []
             if workload not in WORKLOADS or not all(isinstance(turn, str) and turn for turn in turns):
                 raise DataError(
                     f"{path.name}:{number}: no workload of {', '.join(WORKLOADS)}, or no text",

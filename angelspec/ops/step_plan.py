@@ -168,7 +168,7 @@ class _Search:
         order = np.argsort(-worth_B, kind="stable")
         possible, paying = int((worth_B > -np.inf).sum()), int((worth_B > 0).sum())
         candidates = []
-        for count in sorted({1, (paying + 1) // 2, paying, possible} - {0}):
+        for count in sorted({min(1, possible), (paying + 1) // 2, paying, possible} - {0}):
             choice_B = self._forced_B.copy()
             choice_B[order[:count]] = drafter_B[order[:count]]
             candidates.append(choice_B)

@@ -36,6 +36,8 @@ class Probe:
 
     cost: float
     """Tokens that it costs before any of its proposals is verified."""
+    paid: float
+    """Tokens that were paid for it when it was planned: what it was expected to cost in all, less what it brings."""
     owed: int
     """Proposals that are verified in any case: what they cost is to be in proportion to what drafting cost."""
 
@@ -198,7 +200,7 @@ class StepPlanner:
             )
         for index, probe in step.probes.items():
             cost = probe.cost + step.kept[index] * step.slot_price
-            self._probes.settle(cost=cost, accepted=accepted[index])
+            self._probes.spend(cost - accepted[index] - probe.paid)
 
     # --------------------------------------------------------------------------------------------- probes
 
@@ -217,7 +219,7 @@ class StepPlanner:
                 never, idle = self._estimates.last_drafted(request, name)
                 if name != step.drafters[index] and (never or idle >= _PROBE_GAP):
                     candidates.append((not never, -idle, index, name))
-        drafters, probes, expected = list(step.drafters), {}, 0.0
+        drafters, probes = list(step.drafters), {}
         for _, _, index, name in sorted(candidates):
             if index in probes:
                 continue
@@ -231,11 +233,12 @@ class StepPlanner:
             affordable = _PROBE_SLOTS * rate * (probing - without) / price if price > 0 else float("inf")
             owed = int(min(1 + max(affordable, 0.0), self._depths[name]))
             forgone = self._worth(request, instead, price=price, owed=0) if instead is not None else 0.0
-            probe = Probe(rate * (probing - planned) + forgone, owed)
-            expected += probe.cost - self._worth(request, name, price=price, owed=owed)
-            if not self._probes.affords(expected):
+            cost = rate * (probing - planned) + forgone
+            paid = max(cost - self._worth(request, name, price=price, owed=owed), 0.0)
+            if not self._probes.affords(paid):
                 break
-            drafters[index], probes[index] = name, probe
+            self._probes.spend(paid)
+            drafters[index], probes[index] = name, Probe(cost, paid, owed)
         return replace(step, drafters=tuple(drafters), probes=probes, slot_price=price)
 
     def _worth(self, request: str, drafter: str, *, price: float, owed: int) -> float:

@@ -5,9 +5,12 @@ import json
 import pytest
 import yaml
 
-from angelspec.core.bundle import Bundle, check_bundle, load_bundle, parse_bundle
+from angelspec.core.acceptance import count_steps
+from angelspec.core.bundle import Bundle, check_bundle, load_bundle, of_checkpoint, parse_bundle
 from angelspec.core.calibration import Calibration
 from angelspec.core.errors import BundleError
+from angelspec.core.manifest import DrafterManifest, MeasuredAcceptance, TargetIdentity, TrainingRecord
+from angelspec.core.recipe_files import load_recipe
 from angelspec.core.step_costs import DraftPoint, MeasuredFor, StepCosts, VerifyPoint
 
 MODE = "no-think"
@@ -176,3 +179,31 @@ def test_files_that_are_no_bundle(tmp_path):
             load_bundle(path)
     with pytest.raises(BundleError, match="does not exist"):
         load_bundle(tmp_path / "missing.yaml")
+
+
+def test_an_exported_drafter_becomes_an_entry():
+    recipe = load_recipe("tiny-dfly-llama")
+    depth = recipe.drafter_config().num_proposals
+
+    def counts(hits, steps):
+        return count_steps([depth] * hits + [0] * (steps - hits), [depth] * steps, [depth] * steps, depth=depth)
+
+    manifest = DrafterManifest(
+        angelspec_version="0.1.0", algorithm="dfly", mode=recipe.mode, drafter=recipe.drafter_config(), recipe=recipe,
+        target=TargetIdentity(
+            name="x", source="x", digest="ab", mode_family=recipe.target.mode_family, geometry=recipe.target.geometry
+        ),
+        training=TrainingRecord(steps=1, supervised_positions=1, target_tokens=1),
+        acceptance=tuple(
+            MeasuredAcceptance(suite=suite, workload="code", temperature=heat, finished=ended, unfinished=rest)
+            for suite, heat, ended, rest in [
+                ("a", 0.0, counts(3, 4), counts(0, 1)), ("b", 0.0, counts(1, 5), counts(0, 0)),
+                ("a", 1.0, counts(0, 9), counts(0, 0)),
+            ]
+        ),
+    )  # fmt: skip
+    drafter, measured = of_checkpoint(manifest, name="dfly", source="./dfly")
+    assert (drafter.family, drafter.algorithm, drafter.depth, drafter.mode) == ("block", "dfly", depth, recipe.mode)
+    (code,) = measured
+    assert code.workload == "code" and code.steps == 10 and code.cumulative == (0.4,) * depth
+    Bundle(target={"source": "x"}, drafters=(drafter,), acceptance=tuple(measured))

@@ -43,9 +43,12 @@ def test_confidences_that_say_nothing_are_learnt_to_say_nothing(truth):
 
 
 def test_overconfidence_is_learnt():
+    def four_times_the_odds(_, p):
+        return 4 * p / (1 - p + 4 * p)
+
     model = AcceptanceModel(3)
-    _serve(model, chance=lambda rng, _: rng.uniform(0.2, 0.9), confidence=lambda rng, p: p**0.3)
-    predicted = model.predict(evidence([0.3**0.3, 0.6**0.3, 0.85**0.3]), RequestEffect())
+    _serve(model, chance=lambda rng, _: rng.uniform(0.2, 0.9), confidence=four_times_the_odds)
+    predicted = model.predict(evidence([four_times_the_odds(None, p) for p in (0.3, 0.6, 0.85)]), RequestEffect())
     assert predicted == pytest.approx([0.3, 0.6, 0.85], abs=0.07)
 
 
@@ -94,7 +97,7 @@ def test_one_outcome_moves_a_prediction_only_so_far():
     model, effect = AcceptanceModel(1), RequestEffect()
     model.learn(evidence([1.0]), effect, verified=1, accepted=0)
     (after,) = model.predict(evidence([1.0]), effect)
-    assert 0.9 > after > 0.8
+    assert after == pytest.approx(1 / (1 + math.exp(-(math.log(99) - 2))))  # two logits below 0.99
 
 
 def test_an_old_outcome_gives_way():

@@ -134,10 +134,10 @@ def test_the_budget_spends_a_share_and_is_repaid():
     budget = ProbeBudget(share=0.01)
     budget.earn(8.0, batch_size=8)
     assert budget.affords(10.0) and not budget.affords(13.0)  # a reserve to begin with, in proportion to the batch
-    budget.settle(cost=12.0, accepted=0)
+    budget.spend(12.0)
     assert not budget.affords(0.1)
     for _ in range(9):
         budget.earn(8.0, batch_size=8)
     assert budget.affords(0.7) and not budget.affords(0.75)
-    budget.settle(cost=0.7, accepted=3)
+    budget.spend(0.7 - 3)
     assert budget.affords(2.9)

@@ -83,7 +83,7 @@ def test_a_drafter_whose_start_is_dear_is_shared_or_left_out():
 
 def test_forced_rows_are_drafted_for_by_their_best_drafter_whatever_it_costs():
     hopeless = Row({"dfly": [0.01] * 7, "mtp": [0.02] * 3}, forced=True)
-    plan = plan_drafting([hopeless, _row(0.1), Row()], costs=_curves())
+    plan = plan_drafting([hopeless, _row(0.001), Row()], costs=_curves())
     assert plan.drafters == ("dfly", None, None)
     assert plan_drafting([Row(forced=True)], costs=_curves()).drafters == (None,)
 

@@ -41,7 +41,7 @@ def _step(planner, requests, *, confidence=0.9, accepted=None):
 
 def _broke():
     budget = ProbeBudget(share=0.0)
-    budget.settle(cost=float("inf"), accepted=0)
+    budget.spend(float("inf"))
     return budget
 
 
