@@ -1,9 +1,10 @@
 """Tells chat, code and mathematics apart, from the messages of a request.
 
 A linear model over features that a person can read: cues (patterns that look alike in every language: a code fence, an
-equation, a sum of money), concepts (lists of words in several languages that mean one thing, such as "function" or
-"how many"), and words that the training prompts made telling. Every feature of a text votes for each workload with
-its weight; the largest sum wins, and ``Classification.evidence`` names the votes that decided.
+equation, a sum of money) and concepts (lists of words in several languages that mean one thing, such as "function" or
+"how many"). Every feature of a text votes for each workload with its weight; the largest sum wins, and
+``Classification.evidence`` names the votes that decided. Single words are no features: what they would learn from
+training prompts is the style of those prompts.
 
 The weights are data (``classifier_weights.json``), made by ``angelspec.data.classifier_training``. Nothing but
 the standard library is used, and a text is read only in part when it is long, so that a call takes well under a
@@ -46,7 +47,7 @@ _CODE_CUES = _compiled(
         "inline code": r"`[^`\n]{1,80}`",
         "function call": r"\b[A-Za-z_]\w{1,40}\((?!s\))",
         "identifier": r"\b[a-z]+_[a-z_]+\b|\b[a-z]+[A-Z][a-zA-Z]+\b",
-        "markup": r"</?[a-z]\w{0,20}>",
+        "error name": r"\b[A-Z][a-z]\w{0,40}(?:Error|Exception)\b",
         "file name": r"\b[\w-]{1,40}\.(?:py|js|ts|java|cpp|cc|c|h|cs|go|rs|rb|php|html|css|json|ya?ml|csv|sql|sh|md)\b",
     }
 )
@@ -56,33 +57,47 @@ _PROSE_CUES = _compiled(
         "equation": r"[\dxyz)²]\s?[=+*/^×÷·≤≥<>−]\s?-?[\dxyz(√\\]|[a-z]\([a-z]\)\s?="
         r"|√|π|∫|∑|²|³|\b\d+\s?[-–]\s?\d+\s?=",
         "number": r"\d+(?:[.,]\d+)*",
-        "money": r"[$€£¥₹₽₩]\s?\d|\d\s?[$€£¥₹₽₩元円원]|\b\d+(?:[.,]\d+)?\s?(?:dollars?|cents?|euros?|Euro|pounds?)\b",
-        "percent": r"\d\s?%|\b\d+\s?(?:percent|Prozent|pour ?cent|por ciento|per cento|por cento|procent)",
-        "fraction": r"\b\d+\s?/\s?\d+\b",
-        "measure": r"\b\d+(?:[.,]\d+)?\s?(?:km|m|cm|mm|kg|g|lb|l|ml|km/h|mph|miles?|feet|inches|meters?|metres?|hours?"
-        r"|minutes?|days?|weeks?|years?|Stunden|Minuten|Tage|heures?|jours?|horas?|días?|ore|giorni)\b",
-        "question": r"[?？][ \t]*$",
+        "date or time": r"\b(?:19|20)\d\d\b|\d:\d\d|\d\s?[ap]\.?m\b"
+        r"|\d(?:st|nd|rd|th)?\.?\s(?:of\s)?(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)|(?:January|February|March|April|June|July|August|September|October|November|December)\s\d",
+        "money": r"[$€£¥₹₽₩]\s?\d|\d\s?(?:[$€£¥₹₽₩元円원块]|dollars?|cents?|euros?|Euro|pounds?|zł|kronor|руб|lira)",
+        "percent": r"\d\s?(?:[%％]|percent|Prozent|pour ?cent|por ciento|per cento|por cento|procent)",
+        "fraction": r"\d\s?/\s?\d",
+        "measure": r"\d\s?(?:(?:km|m|cm|mm|kg|g|lb|l|ml|mph|miles?|feet|inches|meters?|metres?|hours?"
+        r"|lit(?:er|re)s?|litros?"
+        r"|minutes?|days?|weeks?|Stunden|Minuten|Tage|heures?|jours?|horas?|días?|minut[io]s?|ore|giorni|godzin|minut"
+        r"|час\w{0,3}|минут\w?|км|кг|см|saat|dakika|timmar|minuter|uur)(?![^\W\d_\u3040-\u9fff])|千米|公里|厘米|小时|分钟"
+        r"|時間|分間|メートル|キロ|시간|분)",
     }
 )
+_LIST_MARKER = re.compile(r"^[ \t]*\d{1,2}[.)][ \t]|\(\d\)[ \t]", re.MULTILINE)
 _CODE_LINE = re.compile(
     r"^[ \t]*(?:(?:def|class|function|fn|func|public|private|protected|static|import|from|#include|using|const|let|var"
     r"|struct|interface|return|assert|SELECT|INSERT|CREATE|UPDATE|DELETE|package|namespace|template)\b.{0,80}"
-    r"[(){};:=<>\"'*]|>>>|//|/\*|\*/|#!|@\w|</?\w{1,20}[^>]{0,80}>)|[;{}][ \t]*$|==|!=|=>|->|&&|\|\||\+=|::"
+    r"[(){};:=<>\"'*]|(?:if|elif|else|for|while|try|except|with)\b.{0,80}:[ \t]*$|return\b|>>>|//|/\*|\*/|#!|@\w"
+    r"|</?\w{1,20}[^>]{0,80}>)|[;{}][ \t]*$|==|!=|=>|->|&&|\|\||\+=|::"
 )
 
 _CONCEPTS: dict[str, str] = {
-    # Latin and Cyrillic words are matched whole, or as a beginning where they end in *; CJK words anywhere.
-    "programming language": """python javascript typescript java c++ c# c rust golang sql bash html css php ruby kotlin
-        swift scala perl haskell lua matlab regex regexp regulärer numpy pandas react django flask node nodejs jquery
-        pytorch tensorflow mysql postgres postgresql sqlite mongodb docker dockerfile kubernetes git linux powershell
-        json xml yaml csv api http excel vba latex shell makefile""",
+    # Words are matched whole, or as a beginning where they end in *. Anywhere: words of Chinese, Japanese and Korean,
+    # and phrases (an underscore is a space).
+    "programming language": """python* javascri* typescri* java javie c++ c# golang sql bash bashu html css php kotlin*
+        perl haskell matlab numpy pandas django nodejs jquery pytorch pytest tensorflow mysql postgres* sqlite mongodb
+        docker* kubernetes git github powershell json xml yaml csv api http vba makefile dockerfile crontab regex*
+        regexp* in_go in_c in_r in_rust in_swift in_scala in_ruby in_lua in_react in_excel in_fortran c_program
+        c_function c_code go_function go_program go_code rust_function rust_program rust_code ruby_method ruby_function
+        ruby_code swift_function swift_code scala_function react_component flask_route flask_app linux_command
+        shell_script node_js regulären_ausdruck regulärer_ausdruck expression_régulière expressions_régulières
+        expresión_regular expressão_regular espressione_regolare regular_expression regular_expressions
+        reguliere_expressie wyrażenie_regularne регулярное_выражение 正则 正規表現 정규식 파이썬 자바 питон*""",
     "programming task": """stdin stdout input output compile* runtime testcase* benchmark* leetcode codeforces atcoder
         commit rebase branch repository install package* library libraries framework server deploy* endpoint
         error traceback exit*""",
-    "code noun": """function* method* class classes array* string* loop* variable* code* program* script* algorithm*
-        compiler debug* bug bugs exception* recursion recursive* boolean integer* parameter* argument* regex query
-        queries database* table stack queue dictionary tuple* iterator* unittest* implement* refactor* syntax
-        constructor* snippet* codebase backend frontend pointer* hashmap substring* palindrom* dataframe* column*
+    "perhaps code": """class classes code codes program* script* table tables column* parameter* argument* stack queue
+        list lists bug bugs pointer* loop loops string strings query queries""",
+    "code noun": """function* method* array* variable* algorithm* compiler debug* exception* recursion recursive*
+        boolean int ints dictionary dict dicts tuple* iterator* unittest* implement* refactor* syntax constructor*
+        snippet* codebase backend frontend hashmap substring* palindrom* dataframe* database* docstring* subclass*
+        lambda async await decorator* namespace* callback* mutex thread* goroutine* горутин* null parse* parser*
         funktion* methode* klasse* schleife* zeichenkette* variablen quelltext quellcode code programm* skript*
         algorithmus algorithmen fehler datenbank* abfrage* rückgabe* implementier* liste listen
         fonction* méthode* classe* boucle* chaîne* tableau programme* algorithme* requête* développ* renvoi* liste*
@@ -96,7 +111,7 @@ _CONCEPTS: dict[str, str] = {
         fonksiyon* döngü* dizi* kod* algoritma* funktion* metod* sträng* slinga
         函数 代码 程序 循环 数组 字符串 算法 脚本 变量 编程 接口 查询 数据库 列表
         関数 コード プログラム ループ 配列 文字列 アルゴリズム スクリプト 変数 クエリ 実装
-        함수 코드 프로그램 반복문 배열 문자열 알고리즘 스크립트 변수 쿼리 구현
+        함수 메서드 코드 프로그램 반복문 배열 문자열 알고리즘 스크립트 변수 쿼리 구현
         دالة كود برنامج خوارزمية مصفوفة""",
     "how many": """many much total altogether left remain* each per twice half double sum difference average
         viel viele vielen insgesamt übrig bleiben jeder jede jedes pro doppelt hälfte summe differenz durchschnitt*
@@ -109,7 +124,7 @@ _CONCEPTS: dict[str, str] = {
         сколько всего осталось каждый каждая каждого половин* сумм* разност* средн*
         kaç toplam kaldı her yarısı hur många totalt kvar varje
         多少 几个 一共 总共 剩下 每个 每 一半 两倍 平均 总和
-        いくつ 何個 いくら 合計 残り 半分 平均 何人 何時間
+        いくつ 何個 いくら 合計 残り 半分 平均 何人 何時間 何本 何枚 何分 何円 何km 何メートル 合わせて 距離 時速
         몇 모두 합계 남은 평균 절반
         كم""",
     "calculate": """calculate compute solve evaluate simplify factor* find prove differentiate integrate determine
@@ -126,16 +141,17 @@ _CONCEPTS: dict[str, str] = {
         計算 解いて 求め 求めよ 証明 方程式
         계산 구하 풀어 구하시오 증명
         احسب""",
-    "mathematics noun": """equation* number* integer* fraction* percent* probabilit* triangle* circle* square rectangle*
-        angle* area perimeter volume radius diameter derivative* integral* polynomial* matrix matrices prime* root*
-        divisor* remainder* multiple* ratio* slope graph function vector* theorem* logarithm* sine cosine geometric
-        arithmetic sequence* digit* decimal* exponent* quadratic linear inequalit* hypotenuse permutation*
+    "mathematics noun": """equation* numbers integer* fraction* percent* probabilit* triangle* circle* square rectangle*
+        angle* area perimeter volume radius diameter derivative* integral* polynomial* matrix matrices prime primes
+        root roots divisor* remainder* multiple* ratio* slope graph function vector* theorem* logarithm* sine cosine
+        geometric arithmetic sequence* digit digits decimal* exponent* quadratic linear inequalit* hypotenuse
+        permutation*
         gleichung* zahl zahlen bruch brüche prozent wahrscheinlichkeit* dreieck* kreis* quadrat* rechteck* winkel*
         fläche flächeninhalt umfang volumen radius durchmesser ableitung* integral* primzahl* wurzel* teiler rest
         équation* nombre* fraction* probabilité* cercle* carré* rectangle* angle* aire périmètre dérivée* intégrale*
-        premier racine* reste
+        racine* reste
         ecuación ecuaciones número* fracción probabilidad* triángulo* círculo* cuadrado* rectángulo* ángulo* área
-        perímetro derivada* integral* primo* raíz raíces
+        perímetro derivada* integral* primo primos raíz raíces
         equazion* numer* frazion* probabilità triangol* cerchi* quadrat* rettangol* angol* perimetro derivata radice
         equação equações fração probabilidade triângulo* retângulo* derivada raiz
         vergelijking* getal getallen breuk* kans driehoek* cirkel* rechthoek* hoek* oppervlakte omtrek afgeleide
@@ -146,7 +162,9 @@ _CONCEPTS: dict[str, str] = {
         方程式 分数 確率 三角形 円 正方形 長方形 面積 周囲 微分 積分 素数 割合
         방정식 분수 확률 삼각형 원 정사각형 직사각형 넓이 둘레 미분 적분 소수
         معادلة عدد مثلث""",
-    "prose noun": """story stories poem* email letter essay* article* blog* recipe* speech* summary summar* paragraph*
+    "prose noun": """extract* title* categor* listing* product products brand* company business passage* keyword*
+        sentence* abstract description* resume interview* customer* audience tone style story stories poem* email
+        letter essay* article* blog* recipe* speech* summary summar* paragraph*
         review* advice tips translate* translation rewrite* edit* joke* song lyrics dialogue conversation* invitation
         message* tweet* slogan* caption* tagline* headline* itinerary plan brainstorm* pros cons opinion* history
         geschichte* gedicht* brief e-mail mail aufsatz artikel rezept* rede zusammenfass* absatz ratschl* tipps
@@ -159,7 +177,7 @@ _CONCEPTS: dict[str, str] = {
         canzone
         história* conto poema carta artigo receita* discurso resum* parágrafo conselho* traduz* piada
         verhaal gedicht brief artikel recept* samenvat* alinea advies vertaal* grap uitnodiging
-        opowiad* wiersz* list artykuł* przepis* streszcz* akapit* rada przetłumacz* żart
+        opowiad* wiersz* artykuł* przepis* streszcz* akapit* rada przetłumacz* żart
         рассказ* стих* письмо письма эссе стать* рецепт* резюме абзац* совет* переве* шутк*
         hikaye* şiir* mektup makale tarif* özet* çevir* berättelse dikt brev artikel recept sammanfatta* översätt*
         故事 诗 信 邮件 文章 食谱 菜谱 演讲 总结 段落 建议 翻译 笑话 介绍 推荐
@@ -182,32 +200,49 @@ _CONCEPTS: dict[str, str] = {
         설명 왜 무엇 누구 차이 의미 어떻게 알려
         اشرح لماذا""",
 }
-_WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?(?:\+\+|#)?")
-_DENSE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
-"""Scripts that put no spaces between words, or inflect so much that words are matched anywhere."""
+_WORD = re.compile(r"[^\W\d_\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+(?:\+\+|#)?")
+_DENSE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
+"""Scripts that put no spaces between words, or join endings to them: their words are matched anywhere."""
+_MOST_HITS = 5
+"""More hits of a cue, or words of a concept, say no more."""
 
 
 @cache
 def _lexicon() -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]], tuple[tuple[str, str], ...]]:
-    """Concepts by whole word, by beginning of a word, and (word, concept) of dense scripts."""
+    """Concepts by whole word, by beginning of a word, and (word, concept) of what is matched anywhere."""
     whole: dict[str, list[str]] = {}
     beginning: dict[str, list[str]] = {}
-    dense = []
+    anywhere = []
     for concept, words in _CONCEPTS.items():
         for word in dict.fromkeys(words.split()):
             if _DENSE.match(word):
-                dense.append((word, concept))
+                anywhere.append((word, concept))
+            elif "_" in word:
+                anywhere.append((f" {word.replace('_', ' ')} ", concept))
             elif word.endswith("*"):
                 beginning.setdefault(word[:-1], []).append(concept)
             else:
                 whole.setdefault(word, []).append(concept)
     fixed = {word: tuple(concepts) for word, concepts in whole.items()}
-    return fixed, {word: tuple(concepts) for word, concepts in beginning.items()}, tuple(dense)
+    return fixed, {word: tuple(concepts) for word, concepts in beginning.items()}, tuple(anywhere)
 
 
 @cache
 def _shortest() -> int:
     return min(map(len, _lexicon()[1]))
+
+
+SPEAKS_FOR: dict[str, Workload] = {
+    "code lines": "code",
+    **{f"cue {name}": "code" for name in _CODE_CUES},
+    **{f"cue {name}": "math" for name in _PROSE_CUES},
+    **{f"concept {name}": "code" for name in ("programming language", "programming task", "code noun", "perhaps code")},
+    **{f"concept {name}": "math" for name in ("how many", "calculate", "mathematics noun")},
+    **{f"concept {name}": "chat" for name in ("prose noun", "explain")},
+    "cue date or time": "chat",
+    "numbers, and how many": "math",
+}
+"""The workload that a feature may vote for: training may find it weak, but not that it means something else."""
 
 
 def features(text: str) -> dict[str, float]:
@@ -219,17 +254,14 @@ def features(text: str) -> dict[str, float]:
     prose, num_code_lines = _without_code(text)
     found: dict[str, float] = {}
     if num_code_lines:
-        found["code lines"] = math.log2(1 + num_code_lines)
+        found["code lines"] = math.log2(1 + min(num_code_lines, _MOST_HITS))
     for cues, where in ((_CODE_CUES, text), (_PROSE_CUES, prose)):
         for name, pattern in cues.items():
             if hits := len(pattern.findall(where)):
-                found[f"cue {name}"] = math.log2(1 + hits)
-    words = set(_WORD.findall(prose.lower()))
-    counts = _concepts(prose, words)
+                found[f"cue {name}"] = math.log2(1 + min(hits, _MOST_HITS))
+    counts = _concepts(prose.lower())
     for concept, count in counts.items():
-        found[f"concept {concept}"] = math.log2(1 + count)
-    for word in words:
-        found[f"word {word}"] = 1.0
+        found[f"concept {concept}"] = math.log2(1 + min(count, _MOST_HITS))
     if "cue number" in found and "how many" in counts:
         found["numbers, and how many"] = 1.0
     return found
@@ -243,28 +275,30 @@ def _without_code(text: str) -> tuple[str, int]:
             fenced = not fenced
             prose.append(line.strip("` \t"))  # the language of a fence is a word like others
             continue
-        after_code = fenced or bool(_CODE_LINE.search(line)) or (after_code and line.startswith(("  ", "\t")))
+        after_code = fenced or bool(_CODE_LINE.search(line)) or (after_code and line.startswith(("  ", "\t", " *")))
         if after_code:
             num_code += 1
         else:
             prose.append(line)
-    return "\n".join(prose), num_code
+    return _LIST_MARKER.sub("", "\n".join(prose)), num_code
 
 
-def _concepts(prose: str, words: set[str]) -> dict[str, int]:
-    """How many different words of each concept occur."""
-    whole, beginning, dense = _lexicon()
+def _concepts(prose: str) -> dict[str, int]:
+    """How many different words of each concept occur in a lower-case text."""
+    whole, beginning, anywhere = _lexicon()
     counts: dict[str, int] = {}
-    for word in words:
+    words = _WORD.findall(prose)
+    line = f" {' '.join(words)} "
+    for word in set(words):
         concepts = set(whole.get(word, ()))
         for end in range(_shortest(), min(len(word), _LONGEST_WORD) + 1):
             concepts.update(beginning.get(word[:end], ()))
         for concept in concepts:
             counts[concept] = counts.get(concept, 0) + 1
-    if _DENSE.search(prose):
-        for word, concept in dense:
-            if word in prose:
-                counts[concept] = counts.get(concept, 0) + 1
+    dense = bool(_DENSE.search(prose))
+    for phrase, concept in anywhere:
+        if phrase in (line if phrase[0] == " " else prose if dense else ""):
+            counts[concept] = counts.get(concept, 0) + 1
     return counts
 
 

@@ -7,8 +7,8 @@ Every ``*.jsonl`` file of a folder is read: rows with ``turns`` (or ``text``) an
 shipped weights are fitted on ``angelspec/data/prompts/train`` and on public prompts of the same kinds; fitting is
 deterministic, and the file names what it was fitted on.
 
-The model is multinomial logistic regression with a ridge penalty. Words are penalised more than cues and concepts,
-which hold in every language and style, and each source counts alike, however many rows it has.
+The model is multinomial logistic regression with a ridge penalty, in which a feature votes for the workload that it
+speaks for or for none. Each folder counts alike, and in it each source by the root of its rows.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pathlib import Path
 
 import numpy as np
 
-from angelspec.core.classifier import WEIGHTS_FILE, ClassifierWeights, classify_text, features
+from angelspec.core.classifier import SPEAKS_FOR, WEIGHTS_FILE, ClassifierWeights, classify_text, features
 from angelspec.core.errors import DataError
 from angelspec.core.files import write_text_atomic
 from angelspec.core.fingerprint import file_sha256
 from angelspec.core.workloads import WORKLOADS, Workload
 
-_MIN_ROWS = 8
-"""A word is a feature if at least so many rows hold it."""
-_RIDGE, _WORD_RIDGE = 1e-3, 2e-2
+_RIDGE, _GUESS = 3e-4, 1.5
 _STEPS = 400
-_MOST_WORDS = 1500
+_STRONG = ("concept programming language", "cue inline code", "cue code fence", "cue number")
+"""Features that nearly decide by themselves. Each row is also shown with one of them hidden, so that the others learn
+to stand in for it."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Labelled:
 
     turns: tuple[str, ...]
     workload: Workload
+    folder: str
     source: str
 
 
@@ -66,7 +67,7 @@ def read_labelled(folder: Path) -> list[Labelled]:
                     f"{path.name}:{number}: no workload of {', '.join(WORKLOADS)}, or no text",
                     mend='give rows {"workload": ..., "turns": [...]}',
                 )
-            rows.append(Labelled(tuple(turns), workload, f"{folder.name}/{path.stem}/{row.get('source', '')}"))
+            rows.append(Labelled(tuple(turns), workload, str(folder), f"{path.stem}/{row.get('source', '')}"))
     if not rows:
         raise DataError(f"{folder} holds no *.jsonl rows", mend="name a folder of prompts")
     return rows
@@ -75,64 +76,53 @@ def read_labelled(folder: Path) -> list[Labelled]:
 def fit(rows: Sequence[Labelled]) -> dict:
     """The weights, as they are stored. Only first turns are read: later ones often say nothing by themselves."""
     seen = [features(row.turns[0]) for row in rows]
-    names = _vocabulary(seen, rows)
+    copies = [(i, name) for i, found in enumerate(seen) for name in ("", *_STRONG) if not name or name in found]
+    names = sorted(SPEAKS_FOR)
     column = {name: i for i, name in enumerate(names)}
-    x = np.zeros((len(rows), len(names)))
-    for i, found in enumerate(seen):
-        for name, value in found.items():
-            if name in column:
-                x[i, column[name]] = value
-    y = np.zeros((len(rows), len(WORKLOADS)))
-    y[np.arange(len(rows)), [WORKLOADS.index(row.workload) for row in rows]] = 1
-    weight, bias = _regression(x, y, _row_weights(rows), np.array([_ridge(name) for name in names]))
+    x, y = np.zeros((len(copies), len(names))), np.zeros((len(copies), len(WORKLOADS)))
+    for line, (i, hidden) in enumerate(copies):
+        for name, value in seen[i].items():
+            x[line, column[name]] = value if name != hidden else 0.0
+        y[line, WORKLOADS.index(rows[i].workload)] = 1
+    copies_of = Counter(i for i, _ in copies)
+    row_weight = _row_weights(rows)
+    copy_weight = np.array([row_weight[i] / copies_of[i] for i, _ in copies])
+    mine = np.array([[SPEAKS_FOR[name] == workload for workload in WORKLOADS] for name in names])
+    weight, bias = _regression(x, y, row_weight=copy_weight, mine=mine)
     weight -= weight.mean(axis=1, keepdims=True)
     return {
         "workloads": list(WORKLOADS),
         "bias": [round(float(b), 3) for b in bias - bias.mean()],
-        "votes": {
-            name: [round(float(w), 3) for w in weight[i]]
-            for i, name in enumerate(names)
-            if np.abs(weight[i]).max() >= 0.02
-        },
+        "votes": {name: [round(float(w), 3) for w in weight[i]] for i, name in enumerate(names)},
     }
 
 
-def _vocabulary(seen: Sequence[dict[str, float]], rows: Sequence[Labelled]) -> list[str]:
-    by_feature: dict[str, Counter[str]] = {}
-    for found, row in zip(seen, rows, strict=True):
-        for name in found:
-            by_feature.setdefault(name, Counter())[row.source] += 1
-    words, others = [], []
-    for name, sources in by_feature.items():
-        total = sum(sources.values())
-        if not name.startswith("word "):
-            others.append(name)
-        elif total >= _MIN_ROWS and len(sources) > 1:
-            words.append((-total, name))
-    return sorted(others) + sorted(name for _, name in sorted(words)[:_MOST_WORDS])
-
-
 def _row_weights(rows: Sequence[Labelled]) -> np.ndarray:
-    """Each workload counts alike, and in it each source by the root of its rows."""
-    rows_of = Counter((row.workload, row.source) for row in rows)
-    share = {key: count**0.5 for key, count in rows_of.items()}
-    whole = {workload: sum(s for (w, _), s in share.items() if w == workload) for workload in WORKLOADS}
-    return np.array(
-        [share[key] / whole[key[0]] / rows_of[key] / len(WORKLOADS) for key in ((r.workload, r.source) for r in rows)]
-    )
-
-
-def _ridge(name: str) -> float:
-    return _WORD_RIDGE if name.startswith("word ") else _RIDGE
+    """Workloads count alike, in each the folders, and in a folder each source by the root of its rows."""
+    keys = [(row.workload, row.folder, row.source) for row in rows]
+    rows_of = Counter(keys)
+    folders = Counter({(workload, folder) for workload, folder, _ in rows_of})
+    num_folders = Counter(workload for workload, _ in folders)
+    whole: Counter[tuple[Workload, str]] = Counter()
+    for (workload, folder, _), count in rows_of.items():
+        whole[workload, folder] += count**0.5
+    return np.array([rows_of[key] ** -0.5 / whole[key[:2]] / num_folders[key[0]] / len(num_folders) for key in keys])
 
 
 def _regression(
-    x: np.ndarray, y: np.ndarray, row_weight: np.ndarray, ridge: np.ndarray
+    x: np.ndarray, y: np.ndarray, *, row_weight: np.ndarray, mine: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Minimise sum_i w_i cross_entropy_i + sum_f ridge_f |W_f|^2 by accelerated gradient steps of a safe length."""
-    weight, bias = np.zeros((x.shape[1], y.shape[1])), np.zeros(y.shape[1])
+    """Minimise sum_i w_i cross_entropy_i + ridge |W - W_0|^2 by accelerated projected gradient steps of a safe length.
+
+    Args:
+        mine: per feature and workload, whether the feature speaks for it: there W >= 0, elsewhere W <= 0. W_0 is a
+            margin of ``_GUESS`` between the two, which a feature keeps that training prompts hardly show.
+    """
+    guess = np.where(mine, 1.0, -0.5) * _GUESS / 1.5
+    least, most = np.where(mine, 0.0, -np.inf), np.where(mine, np.inf, 0.0)
+    weight, bias = guess.copy(), np.zeros(y.shape[1])
     curvature = 0.5 * float((row_weight * (x**2).sum(axis=1)).sum()) + 0.5
-    step = 1 / (curvature + 2 * ridge.max())
+    step = 1 / (curvature + 2 * _RIDGE)
     ahead_w, ahead_b, momentum = weight, bias, 1.0
     for _ in range(_STEPS):
         score = x @ ahead_w + ahead_b
@@ -140,7 +130,7 @@ def _regression(
         chance = np.exp(score)
         chance /= chance.sum(axis=1, keepdims=True)
         error = (chance - y) * row_weight[:, None]
-        new_w = ahead_w - step * (x.T @ error + 2 * ridge[:, None] * ahead_w)
+        new_w = np.clip(ahead_w - step * (x.T @ error + 2 * _RIDGE * (ahead_w - guess)), least, most)
         new_b = ahead_b - step * error.sum(axis=0)
         faster = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
         ahead_w = new_w + (momentum - 1) / faster * (new_w - weight)
@@ -180,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(shown(confusion(rows, ClassifierWeights.read(options.weights))))
         return
     files = [path for folder in options.folders for path in sorted(folder.glob("*.jsonl"))]
-    fitted_on = {f"{path.parent.name}/{path.name}": file_sha256(path)[:16] for path in files}
+    fitted_on = [f"{path.parent.name}/{path.name} {file_sha256(path)[:16]}" for path in files]
     content = {"fitted_on": fitted_on, "rows": len(rows), **fit(rows)}
     text = json.dumps({key: value for key, value in content.items() if key != "votes"}, ensure_ascii=False)[:-1]
     votes = ",\n".join(f"{json.dumps(k, ensure_ascii=False)}: {json.dumps(v)}" for k, v in content["votes"].items())

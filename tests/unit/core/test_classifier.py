@@ -4,12 +4,12 @@ import json
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from angelspec.core.classifier import ClassifierWeights, classify, classify_text, features, shipped_weights
+from angelspec.core.classifier import SPEAKS_FOR, ClassifierWeights, classify, classify_text, features, shipped_weights
+from angelspec.core.fingerprint import file_sha256
 from angelspec.core.locations import prompt_folder
 from angelspec.core.workloads import WORKLOADS
 
@@ -31,9 +31,10 @@ def test_the_prompts_that_were_held_out_in_the_package():
 
 
 def test_prompts_in_many_languages_that_were_written_for_this_test():
+    """Five of the languages (cs, da, hi, uk, vi) are in no list of words."""
     rows = _rows(MULTILINGUAL)
-    assert len({row["language"] for row in rows}) >= 12
-    assert _right(rows) >= 0.9
+    assert len({row["language"] for row in rows}) >= 20
+    assert _right(rows) >= 0.95
     for language in {row["language"] for row in rows}:
         assert _right([row for row in rows if row["language"] == language]) >= 2 / 3, language
 
@@ -83,8 +84,17 @@ def test_features_can_be_read():
     found = features("What is 15 % of 80? Use `f(x)`.")
     assert {"cue percent", "cue inline code", "cue number"} <= set(found)
     assert all(isinstance(name, str) and value > 0 for name, value in found.items())
-    assert features("") == {"size": 0.0}
+    assert features("") == {}
+    assert set(found) <= set(SPEAKS_FOR)
     assert "concept code noun" in features("写一个函数")
+    assert "concept programming language" in features("用JavaScript写")  # scripts may touch
+
+
+def test_what_stands_in_code_says_nothing_about_the_question():
+    code = "def tip(bill):\n    return bill * 0.15  # 15 % of $20\n"
+    assert not {"cue number", "cue percent", "cue money"} & set(features(f"Explain:\n\n```python\n{code}```"))
+    assert not {"cue number", "cue percent", "cue money"} & set(features(f"Explain:\n{code}"))
+    assert "cue number" not in features("1. apples\n2. pears\n(3) figs")  # marks of a list
 
 
 def test_a_call_takes_less_than_a_millisecond():
@@ -119,12 +129,12 @@ def test_weights_name_what_they_were_fitted_on():
     from angelspec.core.classifier import WEIGHTS_FILE
 
     content = json.loads(WEIGHTS_FILE.read_text(encoding="utf-8"))
-    assert {"train/chat.jsonl", "train/code.jsonl", "train/math.jsonl"} <= {
-        "/".join(name.split("/")[-2:]) for name in content["fitted_on"]
-    }
-    assert not any("eval" in name for name in content["fitted_on"])
-    kinds = Counter(name.split()[0] for name in content["votes"])
-    assert kinds["cue"] > 10 and kinds["concept"] > 5
+    files = {path.name: file_sha256(path)[:16] for path in (prompt_folder() / "train").glob("*.jsonl")}
+    assert {f"train/{name} {digest}" for name, digest in files.items()} <= set(content["fitted_on"])
+    assert not any(name.startswith("eval") for name in content["fitted_on"])
+    assert set(content["votes"]) == set(SPEAKS_FOR)
+    for name, votes in content["votes"].items():
+        assert max(votes) == votes[content["workloads"].index(SPEAKS_FOR[name])], name
 
 
 @pytest.mark.parametrize("text", ["x" * 10, "\ud800 lone", "\x00", "🙂" * 50, "```" * 2000, "(" * 5000, "1" * 5000])

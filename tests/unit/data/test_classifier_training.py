@@ -8,7 +8,7 @@ import pytest
 from angelspec.core.classifier import ClassifierWeights
 from angelspec.core.errors import DataError
 from angelspec.core.locations import prompt_folder
-from angelspec.data.classifier_training import confusion, fit, main, read_labelled, shown
+from angelspec.data.classifier_training import Labelled, confusion, fit, main, read_labelled, shown
 
 
 def test_fitted_on_the_shipped_prompts_alone_it_holds_on_the_held_out_ones(tmp_path, capsys):
@@ -18,9 +18,9 @@ def test_fitted_on_the_shipped_prompts_alone_it_holds_on_the_held_out_ones(tmp_p
     main(["fit", str(prompt_folder() / "train"), "--out", str(out)])
     assert out.read_text() == first
     content = json.loads(first)
-    assert content["rows"] == 1080 and set(content["fitted_on"]) == {
-        "train/chat.jsonl", "train/code.jsonl", "train/math.jsonl",
-    }  # fmt: skip
+    assert content["rows"] == 1080
+    names = [name.split()[0] for name in content["fitted_on"]]
+    assert names == ["train/chat.jsonl", "train/code.jsonl", "train/math.jsonl"]
     table = confusion(read_labelled(prompt_folder() / "eval"), ClassifierWeights.read(out))
     assert sum(table[w][w] for w in table) >= 0.93 * 120
     capsys.readouterr()
@@ -47,11 +47,10 @@ def test_rows_that_cannot_be_used_are_named(tmp_path):
 
 
 def test_a_large_source_does_not_drown_a_small_one():
-    from angelspec.data.classifier_training import Labelled
-
-    rows = [Labelled((f"sum {i} dollars",), "math", "large") for i in range(900)]
-    rows += [Labelled(("prove the theorem",), "math", "small")] * 30 + [Labelled(("hello there",), "chat", "c")] * 30
-    rows += [Labelled(("```python\nx\n```",), "code", "d")] * 30
+    rows = [Labelled((f"How many dollars are {i} cents?",), "math", "a", "large") for i in range(900)]
+    rows += [Labelled(("Prove the theorem.",), "math", "a", "small")] * 30
+    rows += [Labelled(("How are you?",), "chat", "a", "chat")] * 30
+    rows += [Labelled(("```python\nx\n```",), "code", "b", "code")] * 30
     weights = fit(rows)
     loaded = ClassifierWeights(dict(zip(weights["workloads"], weights["bias"], strict=True)), weights["votes"])
     assert confusion(rows, loaded)["math"] == Counter({"math": 930})
