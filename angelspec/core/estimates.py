@@ -7,7 +7,8 @@ Because a draft's worth enters by its calibrated confidences whether or not it w
 neither hides their weakness nor counts as their rejection, and depth neither creeps up nor collapses.
 
 A new request starts from what its peers of the same workload showed in their first drafts; they start from the
-acceptance measured in the bundle. A request that decodes plainly learns nothing, so
+acceptance measured in the bundle. How soon a request's own drafts outweigh its peers follows from how much drafts vary
+within a request and between requests, which is learnt, too. A request that decodes plainly learns nothing, so
 
 - ``ProbeBudget`` pays for drafting it now and then, from a fixed small share of all tokens, and is repaid when a probe
   pays off: probing costs at most that share, and recovers from a wrong estimate as fast as drafts turn out good;
@@ -33,8 +34,13 @@ PROBE_SHARE = 0.004
 _PROBE_RESERVE, _PROBE_RESERVE_LEAST = 1.5, 6.0
 """The most that is saved up for probes: in tokens per row of the batch, but no less than so many tokens, so that even
 a dear probe of a single row comes about."""
-_ROW_STEPS, _ROW_MEMORY = 2.0, 24.0
-"""What a request starts with weighs as much as so many of its steps; how many it remembers."""
+_ROW_MEMORY = 24.0
+"""How many of its own drafts a request remembers."""
+_LEAST_WEIGHT, _MOST_WEIGHT = 1.0, 32.0
+"""What its peers showed weighs for a request as much as at least, and at most, so many of its own drafts."""
+_WITHIN, _BETWEEN, _VARIANCE_MEMORY = 0.5, 0.25, 64.0
+"""Variances of a draft's expected tokens, within a request and between requests, before any was seen, and how many
+drafts are remembered."""
 _PEER_DRAFTS, _PEER_GUESS, _PEER_MEMORY = 8.0, 2.0, 32.0
 """The same for a workload, in first drafts of requests: where it was measured, where it was not, at most."""
 _PEER_STEPS = 8
@@ -56,22 +62,49 @@ class _Mean:
         share = weight / self.weight
         self.survivals = [s + share * (x - s) for s, x in zip(self.survivals, survivals, strict=True)]
 
-    def shift(self, amount: float) -> None:
-        """Move every conditional acceptance by so many logits."""
-        odds, before, product, shifted = math.exp(amount), 1.0, 1.0, []
-        for survival in self.survivals:
-            chance = min(survival / before, 1.0) if before > 0 else 0.0
-            product *= chance * odds / (1 - chance + chance * odds)
-            before = survival
-            shifted.append(product)
-        self.survivals = shifted
+
+@dataclass
+class _Peers(_Mean):
+    """A workload's requests with one drafter."""
+
+    within: float = _WITHIN
+    between: float = _BETWEEN
+
+    def compare(self, own: _Mean, survivals: Sequence[float]) -> None:
+        """Learn how drafts vary from one more draft of a request that had some before.
+
+        The product of what two drafts of one request are above the mean is the variance between requests on average.
+        """
+        draft, before, peers = sum(survivals), sum(own.survivals), sum(self.survivals)
+        within = (draft - before) ** 2 * own.weight / (own.weight + 1)
+        self.within += (within - self.within) / _VARIANCE_MEMORY
+        self.between += ((draft - peers) * (before - peers) - self.between) / _VARIANCE_MEMORY
+
+    @property
+    def own_drafts(self) -> float:
+        """The number of a request's own drafts that say as much about it as its peers do."""
+        if self.between * _MOST_WEIGHT <= self.within:
+            return _MOST_WEIGHT
+        return max(self.within / self.between, _LEAST_WEIGHT)
+
+
+def _shifted(survivals: Sequence[float], logits: float) -> list[float]:
+    """Survivals with every conditional acceptance moved by so many logits."""
+    odds, before, product, shifted = math.exp(logits), 1.0, 1.0, []
+    for survival in survivals:
+        chance = min(survival / before, 1.0) if before > 0 else 0.0
+        product *= chance * odds / (1 - chance + chance * odds)
+        before = survival
+        shifted.append(product)
+    return shifted
 
 
 @dataclass
 class _Track:
     """One request with one drafter."""
 
-    mean: _Mean
+    own: _Mean
+    """Over its own drafts."""
     effect: RequestEffect = field(default_factory=RequestEffect)
     drafted_steps: int = 0
     idle_steps: int = 0
@@ -108,14 +141,14 @@ class Estimates:
             name: AcceptanceModel(depth, (calibrations or {}).get(name)) for name, depth in self._depths.items()
         }
         self._measured = {key: list(values) for key, values in (measured or {}).items()}
-        self._peers: dict[tuple[str, Workload], _Mean] = {}
+        self._peers: dict[tuple[str, Workload], _Peers] = {}
         self._requests: dict[str, _Request] = {}
 
     # ------------------------------------------------------------------------------------------- requests
 
     def open(self, request: str, *, workload: Workload, drafters: Sequence[str]) -> None:
         """Begin with a request that any of ``drafters`` may serve."""
-        tracks = {name: _Track(_Mean(list(self._peer(name, workload).survivals), _ROW_STEPS)) for name in drafters}
+        tracks = {name: _Track(_Mean([0.0] * self._depths[name], 0.0)) for name in drafters}
         self._requests[request] = _Request(workload, tracks)
 
     def close(self, request: str) -> None:
@@ -127,7 +160,11 @@ class Estimates:
     def survivals(self, request: str, drafter: str) -> list[float]:
         """Estimated S_1 .. S_D of the request's next draft, discounted where it would change its drafter."""
         known = self._requests[request]
-        survivals = known.tracks[drafter].mean.survivals
+        track = known.tracks[drafter]
+        peers = self._peer(drafter, known.workload)
+        share = track.own.weight / (track.own.weight + peers.own_drafts)
+        like_peers = _shifted(peers.survivals, track.effect.value)
+        survivals = [p + share * (own - p) for p, own in zip(like_peers, track.own.survivals, strict=True)]
         if known.steps and known.current != drafter:
             return [(1 - SWITCH_DISCOUNT) * s for s in survivals]
         return survivals
@@ -166,14 +203,17 @@ class Estimates:
         track, model = known.tracks[drafter], self._models[drafter]
         before = track.effect.value
         model.learn(evidence, track.effect, verified=verified, accepted=accepted)
-        track.mean.shift(track.effect.value - before)
+        track.own.survivals = _shifted(track.own.survivals, track.effect.value - before)
         chances = model.predict(evidence, track.effect)
         chances += [0.0] * (self._depths[drafter] - len(chances))
         survivals = list(itertools.accumulate(chances, lambda a, b: a * b))
-        track.mean.add(survivals, most=_ROW_MEMORY)
         track.drafted_steps += 1
         if track.drafted_steps <= _PEER_STEPS:
-            self._peer(drafter, known.workload).add(survivals, most=_PEER_MEMORY, weight=1 / track.drafted_steps)
+            peers = self._peer(drafter, known.workload)
+            if track.own.weight:
+                peers.compare(track.own, survivals)
+            peers.add(survivals, most=_PEER_MEMORY, weight=1 / track.drafted_steps)
+        track.own.add(survivals, most=_ROW_MEMORY)
         self._advance(known, drafter)
 
     def calibration(self, drafter: str) -> Calibration:
@@ -188,14 +228,14 @@ class Estimates:
         for name, track in known.tracks.items():
             track.idle_steps = 0 if name == drafter else track.idle_steps + 1
 
-    def _peer(self, drafter: str, workload: Workload) -> _Mean:
+    def _peer(self, drafter: str, workload: Workload) -> _Peers:
         key = (drafter, workload)
         if key not in self._peers:
             depth = self._depths[drafter]
             measured = self._measured.get(key, [])[:depth]
             last = measured[-1] if measured else 1.0
             tail = [last * _UNKNOWN_ACCEPTANCE**k for k in range(1, depth - len(measured) + 1)]
-            self._peers[key] = _Mean([*measured, *tail], _PEER_DRAFTS if measured else _PEER_GUESS)
+            self._peers[key] = _Peers([*measured, *tail], _PEER_DRAFTS if measured else _PEER_GUESS)
         return self._peers[key]
 
 
