@@ -8,8 +8,10 @@ from drafter_builders import tiny_drafter
 
 from angelspec.core.recipe import TargetSection
 from angelspec.decoding import speculative
+from angelspec.decoding.block_proposer import BlockProposer
+from angelspec.decoding.lookup import LookupProposer
 from angelspec.decoding.plain import decode_plain, decode_without_cache
-from angelspec.decoding.proposers import BlockProposer, LookupProposer, NoProposer
+from angelspec.decoding.proposer import NoProposer
 from angelspec.decoding.speculative import CutPolicy, decode
 from angelspec.ops.verification import Verdict, verify
 from angelspec.targets.target import load_target
