@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from angelspec.core.acceptance import count_steps
 from angelspec.decoding.answers import COMPONENTS
-from angelspec.evaluation.report import DrafterFacts, Machine, Report, SuiteFacts, TargetFacts
+from angelspec.evaluation.machine import Machine
+from angelspec.evaluation.report import DrafterFacts, Report, SuiteFacts, TargetFacts
 from angelspec.evaluation.results import (
     AnswerGroup,
     ExactnessResult,

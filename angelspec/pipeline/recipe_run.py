@@ -9,7 +9,9 @@ import yaml
 
 from angelspec.core.files import write_json_atomic, write_text_atomic
 from angelspec.core.recipe import Recipe
-from angelspec.evaluation.report import Report, Table, print_report
+from angelspec.evaluation.rendering import print_report
+from angelspec.evaluation.report import Report
+from angelspec.evaluation.tables import Table
 from angelspec.pipeline.progress import Progress, table_console
 from angelspec.pipeline.requirements import check_requirements
 from angelspec.pipeline.runner import run_stages

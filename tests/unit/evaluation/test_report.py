@@ -7,19 +7,12 @@ from evaluation_builders import small_report
 from rich.console import Console
 
 from angelspec.core.errors import DataError
-from angelspec.evaluation.report import (
-    Report,
-    exactness_table,
-    join_reports,
-    length_table,
-    lookup_table,
-    position_table,
-    print_report,
-    speed_table,
-    tables,
-    to_markdown,
-)
+from angelspec.evaluation.acceptance_tables import exactness_table, length_table, lookup_table, position_table
+from angelspec.evaluation.joining import join_reports
+from angelspec.evaluation.rendering import print_report, tables, to_markdown, write_report
+from angelspec.evaluation.report import Report
 from angelspec.evaluation.results import Divergence, ExactnessResult
+from angelspec.evaluation.speed_tables import speed_table
 
 
 def _cells(table, label):
@@ -28,7 +21,7 @@ def _cells(table, label):
 
 def test_json_round_trip(tmp_path):
     report = small_report()
-    as_json, as_markdown = report.save(tmp_path)
+    as_json, as_markdown = write_report(report, tmp_path)
     assert Report.load(as_json) == report
     assert as_markdown.read_text(encoding="utf-8") == to_markdown(report)
 
