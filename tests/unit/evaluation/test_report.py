@@ -81,6 +81,20 @@ def test_position_table_is_over_full_depth_steps():
     assert row["kept ratio"] == "100.0 %"
 
 
+def test_mtp_and_block_drafters_share_a_table_each_to_its_depth():
+    report = small_report(
+        steps={"a": ([7, 5, 0, 0], 7)}, mtp_steps={"a": ([3, 3, 1, 0], 3)}, drafters=("mtp", "dfly", "prompt lookup")
+    )
+    table = position_table(report, temperature=0.0)
+    assert table.columns[1:8] == tuple(f"p{k}" for k in range(1, 8))
+    mtp, dfly = _cells(table, "mtp, all"), _cells(table, "dfly, all")
+    assert [mtp[f"p{k}"] for k in range(1, 8)] == ["0.750", "0.500", "0.500", "–", "–", "–", "–"]
+    assert [dfly[f"p{k}"] for k in range(1, 8)] == ["0.500"] * 5 + ["0.250"] * 2
+    lengths = _cells(length_table(report, temperature=0.0, finished=True), "a")
+    assert (lengths["mtp"], lengths["dfly"]) == ("2.75", "**4.00**")
+    assert _cells(lookup_table(report), "all code, temperature 0")["mtp"] == "2.20x"
+
+
 def test_speed_is_pooled_too():
     table = speed_table(small_report())
     assert _cells(table, "a, temperature 0")["dfly"] == "50.0 (2.00x)"
