@@ -29,8 +29,8 @@ def tiny_mtp(mlp: str = "dense", *, seed: int = 0, spread: float = 0.3, **change
     drafter = MtpDrafter(tiny_mtp_config(mlp, **changes)).initialise(seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * spread)
+        for weight in (*drafter.parameters(), *drafter.buffers()):
+            weight.add_(torch.randn(weight.shape, generator=generator) * spread)
     return drafter
 
 
