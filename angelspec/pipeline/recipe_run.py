@@ -79,13 +79,16 @@ def _print_end(recipe: Recipe, drafter: Path, *, target_folder: Path) -> None:
     console = table_console()
     print_report(Report.load(drafter / "report.json"), console=console, only=main_table)
     console.print(f"\ndrafter: [bold]{drafter}[/bold]\nreport:  {drafter / 'report.md'}", highlight=False)
-    for instruction in serve_instructions(
+    instructions = serve_instructions(
         recipe.drafter_config(),
         checkpoint=drafter,
         target=str(target_folder),
         mode=recipe.mode,
         family=recipe.target.mode_family,
-    ):
+    )
+    if not instructions:
+        console.print("\nno engine serves this drafter beside this target yet", highlight=False)
+    for instruction in instructions:
         console.print(f"\n[bold]serve with {instruction.engine}[/bold] ({instruction.note})", highlight=False)
         console.print(f"  {instruction.command}", soft_wrap=True, highlight=False)
     console.print(f"\ncompare drafters: angelspec evaluate {drafter} [OTHER ...]", highlight=False)
