@@ -8,13 +8,12 @@ from angelspec.decoding.block_proposer import BlockProposer
 from angelspec.decoding.mtp_proposer import MtpProposer
 
 if TYPE_CHECKING:
-    from angelspec.drafters.block import BlockDrafter
-    from angelspec.drafters.mtp import MtpDrafter
+    from angelspec.drafters.base import Drafter
     from angelspec.targets.target import Target
 
 
 def drafter_proposer(
-    drafter: BlockDrafter | MtpDrafter, *, target: Target, name: str, shortlist: int | None = None
+    drafter: Drafter, *, target: Target, name: str, shortlist: int | None = None
 ) -> BlockProposer | MtpProposer:
     """A trained drafter beside its target; see ``TrainedProposer``.
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from angelspec.core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from angelspec.drafters.block import BlockDrafter
-    from angelspec.drafters.mtp import MtpDrafter
+    from angelspec.drafters.base import Drafter
     from angelspec.targets.target import Target
 
 
@@ -29,7 +28,7 @@ class TrainedProposer:
         CheckpointError: drafter and target do not fit.
     """
 
-    def __init__(self, drafter: BlockDrafter | MtpDrafter, *, target: Target, name: str) -> None:
+    def __init__(self, drafter: Drafter, *, target: Target, name: str) -> None:
         conflicts = drafter.config.conflicts_with(target.geometry)
         if conflicts:
             raise CheckpointError(

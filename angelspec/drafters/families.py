@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
-
 import torch
 
 from angelspec.core.drafter_config import DrafterConfig
 from angelspec.drafters.block import BlockDrafter
-
-if TYPE_CHECKING:
-    from angelspec.drafters.mtp import MtpDrafter
-
-Drafter: TypeAlias = "BlockDrafter | MtpDrafter"
+from angelspec.drafters.mtp import MtpDrafter
 
 
-def build_drafter(config: DrafterConfig, *, matmul_dtype: torch.dtype | None = None) -> Drafter:
+def build_drafter(config: DrafterConfig, *, matmul_dtype: torch.dtype | None = None) -> BlockDrafter | MtpDrafter:
     """A drafter with weights yet to be initialised or loaded.
 
     Args:
         config: of either family.
-        matmul_dtype: see ``BlockDrafter``.
+        matmul_dtype: see ``Drafter``.
 
     Raises:
         CheckpointError: angelspec's drafters cannot be built so.
     """
-    from angelspec.drafters.mtp import MtpDrafter
-
     family = MtpDrafter if config.family == "mtp" else BlockDrafter
     return family(config, matmul_dtype=matmul_dtype)
