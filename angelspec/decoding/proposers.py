@@ -8,7 +8,7 @@ from angelspec.decoding.block_proposer import BlockProposer
 from angelspec.decoding.mtp_proposer import MtpProposer
 
 if TYPE_CHECKING:
-    from angelspec.drafters.base import Drafter
+    from angelspec.drafters.families import Drafter
     from angelspec.targets.target import Target
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from angelspec.core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from angelspec.drafters.base import Drafter
+    from angelspec.drafters.families import Drafter
     from angelspec.targets.target import Target
 
 

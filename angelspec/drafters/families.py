@@ -8,13 +8,16 @@ from angelspec.core.drafter_config import DrafterConfig
 from angelspec.drafters.block import BlockDrafter
 from angelspec.drafters.mtp import MtpDrafter
 
+Drafter = BlockDrafter | MtpDrafter
+"""A drafter of either family."""
 
-def build_drafter(config: DrafterConfig, *, matmul_dtype: torch.dtype | None = None) -> BlockDrafter | MtpDrafter:
+
+def build_drafter(config: DrafterConfig, *, matmul_dtype: torch.dtype | None = None) -> Drafter:
     """A drafter with weights yet to be initialised or loaded.
 
     Args:
         config: of either family.
-        matmul_dtype: see ``Drafter``.
+        matmul_dtype: see ``base.DrafterModule``.
 
     Raises:
         CheckpointError: angelspec's drafters cannot be built so.

@@ -13,8 +13,7 @@ from angelspec.core.fingerprint import fingerprint
 from angelspec.core.recipe import Recipe
 from angelspec.data.conversation_files import read_conversations
 from angelspec.decoding.proposers import drafter_proposer
-from angelspec.drafters.base import Drafter
-from angelspec.drafters.families import build_drafter
+from angelspec.drafters.families import Drafter, build_drafter
 from angelspec.evaluation.report import REPORT_FILE
 from angelspec.pipeline.estimates import amounts
 from angelspec.pipeline.measuring import (
