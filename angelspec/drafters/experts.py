@@ -15,6 +15,14 @@ from angelspec.ops.activation import gated_silu
 from angelspec.ops.routing import choose_experts
 
 
+def keeps_float32(name: str) -> bool:
+    """Whether a drafter's tensor is written and loaded in float32 whatever the export's precision.
+
+    Rounding what chooses experts would choose others; Hy3 keeps the same tensors so.
+    """
+    return name.endswith(("router.gate.weight", "expert_bias"))
+
+
 class Router(nn.Module):
     """One logit per expert, in float32 whatever the drafter's precision: rounding would choose other experts."""
 
