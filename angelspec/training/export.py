@@ -8,17 +8,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from angelspec.core.drafter_config import BlockDrafterConfig
+from angelspec.core.drafter_config import DrafterConfig
 from angelspec.core.errors import CheckpointError
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.manifest import DrafterManifest
-from angelspec.drafters.block import BlockDrafter
 from angelspec.drafters.checkpoint import load_drafter, save_drafter
+from angelspec.drafters.families import Drafter, build_drafter
 from angelspec.training.run import trained_weights
 
 
 def export_drafter(
-    drafter: BlockDrafter,
+    drafter: Drafter,
     folder: Path,
     *,
     dtype: torch.dtype,
@@ -53,7 +53,7 @@ def export_drafter(
 
 def export_run(
     run_folder: Path,
-    config: BlockDrafterConfig,
+    config: DrafterConfig,
     folder: Path,
     *,
     dtype: torch.dtype,
@@ -64,6 +64,6 @@ def export_run(
 ) -> Path:
     """Export the best (or last) checkpoint of a training run; see ``export_drafter`` and ``run.trained_weights``."""
     weights, _ = trained_weights(run_folder, config, which=which)
-    drafter = BlockDrafter(config)
+    drafter = build_drafter(config)
     drafter.load_state_dict(weights)
     return export_drafter(drafter, folder, dtype=dtype, manifest=manifest, embedding_VD=embedding_VD, geometry=geometry)

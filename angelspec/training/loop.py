@@ -54,7 +54,7 @@ class TrainingResult:
     refused_rows: int
     """Rows that were left out of a step because their features were not finite, counted each time."""
     supervised_positions: int
-    """Block slots that entered the loss, over all steps that were applied."""
+    """Block slots, or depths, that entered the loss, over all steps that were applied."""
 
 
 class Progress(BaseModel):
@@ -152,8 +152,8 @@ class _Run:
         rows = step.trainable_rows()
         if not rows:
             raise TrainingError(
-                "no packed row hosts a block: every document is too short, or nothing in it is supervised",
-                mend="look at the pack stage's counts; use longer answers or a smaller drafter.block_size",
+                "no packed row can be trained on: every document is too short, or nothing in it is supervised",
+                mend="look at the pack stage's counts; use longer answers, or a drafter that proposes fewer tokens",
             )
         self.orders = [
             RowOrder(
