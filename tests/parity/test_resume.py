@@ -19,13 +19,16 @@ STAGES = (
 
 
 def settings(**changes):
-    base = {"stages": STAGES, "log_every": 2, "evaluate_every": 3, "save_every": 4, "rows_per_micro_batch": 1}
+    base = {
+        "stages": STAGES, "log_every": 2, "evaluate_every": 3, "save_every": 4, "rows_per_micro_batch": 1,
+    }  # fmt: skip
     return section(**{**base, **changes})
 
 
 def train(folder: Path, *, name="dfly", report=None, **changes):
+    config = mtp_config() if name == "mtp" else tiny_config(name)
     return train_drafter(
-        settings(**changes), mtp_config() if name == "mtp" else tiny_config(name), target=tiny_target(), train_rows=pattern_rows(7),
+        settings(**changes), config, target=tiny_target(), train_rows=pattern_rows(7),
         held_out_rows=pattern_rows(2, seed=9), folder=folder, report=report,
     )  # fmt: skip
 
