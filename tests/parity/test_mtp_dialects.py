@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from mtp_builders import MOE, tiny_mtp
 from safetensors.torch import load_file, save_file
 
+from angelspec.cli.main import cli
 from angelspec.core.errors import CheckpointError
 from angelspec.core.geometry import TargetGeometry
 from angelspec.drafters.checkpoint import (
@@ -388,3 +390,16 @@ def test_the_target_must_fit(tmp_path):
     assert codes(folder, geometry=TargetGeometry(**facts)) == []
     other = TargetGeometry(**{**facts, "num_layers": 9, "vocab_size": 51})
     assert codes(folder, geometry=other) == [("target-differs", "target_num_layers"), ("target-differs", "vocab_size")]
+
+
+def test_from_the_command_line(tmp_path):
+    drafter = tiny_mtp("dense")
+    target = write_target(tmp_path / "target", drafter)
+    ours = save_drafter(drafter, tmp_path / "ours")
+    arguments = ["checkpoint", "convert", str(ours), str(tmp_path / "served"), "--to", "qwen3"]
+    assert CliRunner().invoke(cli, arguments).exit_code != 0
+    result = CliRunner().invoke(cli, [*arguments, "--target", str(target)])
+    assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(cli, ["checkpoint", "check", str(tmp_path / "served")])
+    assert result.exit_code == 0 and "only mtp.* is read" in result.output
+    assert_same(load_drafter(tmp_path / "served").drafter, drafter)

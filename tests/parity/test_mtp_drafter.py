@@ -166,3 +166,33 @@ def test_bfloat16_products_stay_near_float32(mlp):
         assert (ours - theirs).norm() < (0.1 if mlp == "dense" else 0.5) * theirs.norm()
     sum(item.sum() for item in rough).backward()
     assert all(parameter.grad.dtype == torch.float32 for parameter in drafter.parameters())
+
+
+@pytest.mark.parametrize("mlp", ["dense", "moe"])
+def test_memory_grows_with_the_length_and_not_with_its_square(mlp):
+    """The largest tensor of a whole pass, backward included: no scores of all pairs, no logits."""
+    largest = {}
+    for length in (160, 320):
+        drafter = tiny_mtp(mlp, vocab_size=5000)
+        rows = tiny_mtp_rows(drafter.config, lengths=((length,),), row_length=length)
+        tokens = rows.teacher_tokens(1)[rows.asked_RT.flatten()]
+        with Largest() as seen:
+            unroll = drafter(rows.hidden_RTD, **rows.inputs())
+            outputs = [unroll.hidden_ND, *(unroll.advance(tokens) for _ in range(DEPTHS - 1))]
+            sum(item.sum() for item in outputs).backward()
+        largest[length] = seen.numel
+    assert largest[320] <= 2.2 * largest[160]
+    assert largest[320] < 320 * 320 / 2
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Numbers in the largest tensor that any operation made; views of older tensors don't count."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for item in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(item, torch.Tensor) and not function.is_view:
+                self.numel = max(self.numel, item.numel())
+        return out
