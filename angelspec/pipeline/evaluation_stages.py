@@ -13,6 +13,7 @@ from angelspec.core.fingerprint import fingerprint
 from angelspec.core.recipe import Recipe
 from angelspec.data.conversation_files import read_conversations
 from angelspec.decoding.proposers import drafter_proposer
+from angelspec.drafters.experts import keeps_float32
 from angelspec.drafters.families import Drafter, build_drafter
 from angelspec.evaluation.report import REPORT_FILE
 from angelspec.pipeline.estimates import amounts
@@ -40,7 +41,9 @@ def trained_drafter(work: Work) -> Drafter:
     drafter = build_drafter(recipe.drafter_config())
     weights = load_file(work.before[_last_training(recipe)].folder / WEIGHTS)
     dtype = getattr(torch, recipe.export.dtype)
-    drafter.load_state_dict({name: tensor.to(dtype).float() for name, tensor in weights.items()})
+    drafter.load_state_dict(
+        {name: tensor if keeps_float32(name) else tensor.to(dtype).float() for name, tensor in weights.items()}
+    )
     return drafter.eval().requires_grad_(False)
 
 

@@ -66,7 +66,7 @@ def _mtp_instructions(
     config: MtpDrafterConfig, *, checkpoint: Path | str, target: str, family: str, request: str
 ) -> list[ServeInstruction]:
     served, depths = f"{checkpoint}-{family}", config.num_depths
-    convert = f"angelspec checkpoint convert {checkpoint} {served} --to {family}"
+    convert = f"angelspec checkpoint convert {checkpoint} {served} --to {family} --target {target}"
     if family == "hy3":
         return [
             ServeInstruction(
@@ -82,7 +82,7 @@ def _mtp_instructions(
         return [
             ServeInstruction(
                 "vLLM with AngelSpec's Qwen3 MTP plug-in",
-                f"{convert} --target {target} && vllm serve {served} --speculative-config '{settings}'",
+                f"{convert} && vllm serve {served} --speculative-config '{settings}'",
                 f"no released engine serves MTP beside Qwen3 yet; {request}",
             )
         ]
