@@ -13,6 +13,7 @@ from angelspec.core.errors import CheckpointError
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.manifest import DrafterManifest
 from angelspec.drafters.checkpoint import load_drafter, save_drafter
+from angelspec.drafters.experts import keeps_float32
 from angelspec.drafters.families import Drafter, build_drafter
 from angelspec.training.run import trained_weights
 
@@ -29,7 +30,7 @@ def export_drafter(
     """Write a drafter and load it back as a user would.
 
     Args:
-        drafter: its weights are rounded to ``dtype``.
+        drafter: its weights are rounded to ``dtype``, but for what chooses experts.
         folder: of the export; an earlier export there is replaced.
         embedding_VD: the target's embedding, if a copy is wanted.
         geometry: the target's, which the drafter must fit.
@@ -39,7 +40,10 @@ def export_drafter(
     """
     save_drafter(drafter, folder, dtype=dtype, manifest=manifest, embedding_VD=embedding_VD)
     loaded = load_drafter(folder, geometry=geometry, embedding_VD=embedding_VD, dtype=dtype)
-    written = {name: tensor.detach().to("cpu", dtype) for name, tensor in drafter.state_dict().items()}
+    written = {
+        name: tensor.detach().to("cpu", torch.float32 if keeps_float32(name) else dtype)
+        for name, tensor in drafter.state_dict().items()
+    }
     found = loaded.drafter.state_dict()
     wrong = sorted(set(written) ^ set(found)) + [
         name for name in written if name in found and not torch.equal(written[name], found[name])

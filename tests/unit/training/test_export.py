@@ -1,5 +1,6 @@
 import pytest
 import torch
+from mtp_builders import tiny_mtp
 from safetensors.torch import load_file, save_file
 from training_builders import CE, DEPTHS, ToyTarget, mtp_config, pattern_rows, section, tiny_config
 
@@ -74,3 +75,11 @@ def test_mtp_is_exported_as_it_was_trained(tmp_path, mlp):
     weights, _ = trained_weights(tmp_path / "run", config)
     assert loaded.config == config and set(loaded.drafter.state_dict()) == set(weights)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.drafter.state_dict().items())
+
+
+def test_what_chooses_experts_is_exported_as_it_is(tmp_path):
+    drafter = tiny_mtp("moe")
+    stored = load_file(export.export_drafter(drafter, tmp_path / "out", dtype=torch.bfloat16) / "model.safetensors")
+    (router,) = (tensor for name, tensor in stored.items() if name.endswith("router.gate.weight"))
+    assert torch.equal(router, drafter.midlayer.mlp.router.gate.weight)
+    assert stored["eh_proj.weight"].dtype == torch.bfloat16
