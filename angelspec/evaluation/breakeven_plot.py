@@ -50,7 +50,7 @@ def plot_breakeven(report: Report, path: Path, *, temperature: float) -> Path:
             axes.set_xticks(places, [str(batch_size) for batch_size in figures.batch_sizes])
             axes.set_xlabel("batch size")
             axes.set_ylim(bottom=0)
-        all_axes[0].set_ylabel("accepted length (tokens per verify step)")
+        all_axes[0].set_ylabel("accepted length\n(tokens per verify step)")
         figure.suptitle(
             f"Break-even with {figures.mtp or 'MTP'}, finished answers, temperature {temperature:g}",
             x=0.01, ha="left", fontsize=12, fontweight="bold",
