@@ -78,8 +78,7 @@ class ToyTarget:
         self.mix_LDD = torch.randn(6, 64, 64, generator=generator) / 8
 
     def forward(self, tokens_BT, *, positions_BT, layer_ids):
-        seen_BTT = 1.0 / (1.0 + positions_BT[:, :, None] - positions_BT[:, None, :]).abs()
-        seen_BTT = seen_BTT * torch.ones(tokens_BT.shape[1], tokens_BT.shape[1]).tril()
+        seen_BTT = (1.0 / (1.0 + (positions_BT[:, :, None] - positions_BT[:, None, :]).abs())).tril()
         states, taps = self.embedding_VD[tokens_BT], []
         for layer, mix_DD in enumerate(self.mix_LDD):
             states = torch.tanh(seen_BTT @ states @ mix_DD) + states

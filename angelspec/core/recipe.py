@@ -292,6 +292,9 @@ class TrainingSection(Section):
     """Metrics always go to metrics.jsonl; this adds another sink."""
     sharding: Literal["replicate", "shard"] = "replicate"
     """Across ranks: copies with averaged gradients, or FSDP2 shards."""
+    sequence_parallel: int = Field(default=1, ge=1)
+    """MTP: neighbouring ranks that share each row by positions, so that longer rows fit; must divide the drafter's
+    heads."""
     seed: int = 0
 
     @model_validator(mode="after")

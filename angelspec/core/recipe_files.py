@@ -286,7 +286,18 @@ def resolve(recipe: Recipe) -> Recipe:
         raise RecipeError(f"recipe '{recipe.name}':\n" + "\n".join(f"  - {line}" for line in lines)) from None
     for stage in resolved.training.stages:
         _check_objective(stage, config)
+    _check_sequence(resolved.training.sequence_parallel, config)
     return resolved
+
+
+def _check_sequence(size: int, config: DrafterConfig) -> None:
+    heads = config.num_heads if config.family == "mtp" else 1  # blocks of one row are not shared
+    if heads % size:
+        allowed = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise RecipeError(
+            f"training.sequence_parallel: {size} ranks cannot share a row of this drafter ({config.algorithm}, "
+            f"{config.num_heads} heads); allowed: {allowed}"
+        )
 
 
 def _check_objective(stage: TrainingStage, config: DrafterConfig) -> None:

@@ -8,6 +8,10 @@ to its own position's keys of depths 1..k: exactly what a server's cache holds w
 Training unrolls the depths over whole rows (Training-Time Test; AngelSpec, arXiv 2607.25852); decoding keeps depth 0 in
 a cache and runs the further depths behind it, with entries that each draft throws away.
 
+Ranks may share the rows by positions (``ops.sequence_parallel``): each then holds the states of its own run of
+positions and, inside attention, all positions of its share of the heads. Then P and N are this rank's, except in
+attention.
+
 Shapes: R packed rows, T tokens, P positions whose keys are needed, N positions that ask, B batch rows, D hidden, V
 vocabulary, H query heads, G key-value heads, C head channels. ``...`` stands for any leading axes.
 """
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -27,6 +32,7 @@ from angelspec.drafters.drafting import ContextCache, Drafts, best_tokens, vocab
 from angelspec.drafters.experts import ExpertMLP
 from angelspec.drafters.layers import DenseMLP, RMSNorm, Rotation, SelfAttention, add_linear, linear
 from angelspec.ops.rope import rotate
+from angelspec.ops.sequence_parallel import SequenceGroup
 from angelspec.ops.unrolled_attention import UnrolledPlan, plan_unrolled, unrolled_attention
 
 AttendStates = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -86,6 +92,10 @@ class _Prefix(NamedTuple):
     key_PGC: Tensor
     value_PGC: Tensor
 
+    def place(self, key_NGC: Tensor, value_NGC: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a depth above the first as :meth:`attend` takes them."""
+        return key_NGC, value_NGC
+
     def attend(self, query_NHC: Tensor, diagonal: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Attention of one depth; ``diagonal`` holds keys and values [N, G, C] of depths 1.. up to its own."""
         keys, values = zip(*diagonal, strict=True) if diagonal else ((), ())
@@ -99,10 +109,65 @@ class _Prefix(NamedTuple):
         )
 
 
+class _SharedPrefix(NamedTuple):
+    """The same where ranks share the rows: all ranks' positions with this rank's heads."""
+
+    whole: _Prefix
+    sequence: SequenceGroup
+    counts: tuple[int, ...]
+    """Asking positions of each rank."""
+    num_query_heads: int
+
+    def place(self, key_NGC: Tensor, value_NGC: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, G, C] of this rank's positions to those of all positions and this rank's heads."""
+        key, value = (
+            _by_heads(item, self.sequence, self.counts, num_query_heads=self.num_query_heads)
+            for item in (key_NGC, value_NGC)
+        )
+        return key, value
+
+    def attend(self, query_NHC: Tensor, diagonal: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Attention of this rank's positions, by way of all ranks' and this rank's heads."""
+        mixed = self.whole.attend(self.sequence.to_heads(query_NHC, self.counts), diagonal)
+        return self.sequence.to_positions(mixed, self.counts)
+
+
+def _by_heads(states_NGC: Tensor, sequence: SequenceGroup, counts: Sequence[int], *, num_query_heads: int) -> Tensor:
+    """Keys or values of this rank's positions to those of all positions that its query heads need."""
+    return sequence.to_heads(sequence.spread_heads(states_NGC, num_query_heads=num_query_heads), counts)
+
+
+class _Share(NamedTuple):
+    """Which of a plan's positions are this rank's."""
+
+    visible: slice
+    asking: slice
+    visible_counts: tuple[int, ...]
+    """Of every rank."""
+    asking_counts: tuple[int, ...]
+
+
+def _share(plan: UnrolledPlan, sequence: SequenceGroup | None) -> _Share:
+    """Runs of equally many visible positions; those that ask go with them."""
+    num_visible = plan.visible_P.shape[0]
+    if sequence is None:
+        return _Share(slice(0, num_visible), slice(0, plan.count), (num_visible,), (plan.count,))
+    visible = sequence.bounds(num_visible)
+    asking = torch.searchsorted(plan.own_N, torch.tensor(visible, device=plan.own_N.device)).tolist()
+    return _Share(
+        slice(*visible[sequence.rank :][:2]),
+        slice(*asking[sequence.rank :][:2]),
+        tuple(end - begin for begin, end in pairwise(visible)),
+        tuple(end - begin for begin, end in pairwise(asking)),
+    )
+
+
 class _Inputs:
     """What :meth:`Unroll.advance` reads. No dataclass: FSDP puts hooks on whatever tensors it finds in one."""
 
-    def __init__(self, drafter: MtpDrafter, position_N: Tensor, embedding_VD: Tensor, prefix: _Prefix) -> None:
+    def __init__(
+        self, drafter: MtpDrafter, position_N: Tensor, embedding_VD: Tensor, prefix: _Prefix | _SharedPrefix
+    ) -> None:
         self.drafter, self.position_N, self.embedding_VD, self.prefix = drafter, position_N, embedding_VD, prefix
 
 
@@ -121,6 +186,21 @@ class Unroll:
         """The deepest depth that has run."""
         return len(self._diagonal)
 
+    @property
+    def own(self) -> slice:
+        """Which of all ranks' asking positions are this one's."""
+        prefix = self._inputs.prefix
+        if not isinstance(prefix, _SharedPrefix):
+            return slice(0, self.hidden_ND.shape[0])
+        before = sum(prefix.counts[: prefix.sequence.rank])
+        return slice(before, before + prefix.counts[prefix.sequence.rank])
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Asking positions of each rank that shares the rows; alone, of this one."""
+        prefix = self._inputs.prefix
+        return prefix.counts if isinstance(prefix, _SharedPrefix) else (self.hidden_ND.shape[0],)
+
     def advance(self, tokens_N: Tensor) -> Tensor:
         """Run the next depth on the tokens that the one before is taken to have proposed.
 
@@ -136,7 +216,7 @@ class Unroll:
         before_ND = self._deepest.pop() if self._deepest else self.hidden_ND
 
         def attend(query_NHC: Tensor, key_NGC: Tensor, value_NGC: Tensor) -> Tensor:
-            self._diagonal.append((key_NGC, value_NGC))
+            self._diagonal.append(inputs.prefix.place(key_NGC, value_NGC))
             return inputs.prefix.attend(query_NHC, self._diagonal)
 
         after_ND = inputs.drafter.deepen(
@@ -161,12 +241,41 @@ class Unroll:
         """
         if self._diagonal:
             raise ValueError("split before the first advance")
+        if isinstance(self._inputs.prefix, _SharedPrefix):
+            raise ValueError("ranks share the rows: use split_shared, which is told every rank's sizes")
         inputs, (plan, key_PGC, value_PGC) = self._inputs, self._inputs.prefix
         pieces = []
         parts = zip(self.hidden_ND.split(sizes), inputs.position_N.split(sizes), plan.split(sizes), strict=True)
         for hidden_ND, position_N, (piece, seen) in parts:
             prefix = _Prefix(piece, key_PGC[seen], value_PGC[seen])
             pieces.append(Unroll(hidden_ND, _Inputs(inputs.drafter, position_N, inputs.embedding_VD, prefix)))
+        return pieces
+
+    def split_shared(self, sizes: Sequence[Sequence[int]]) -> list[Unroll]:
+        """The same where ranks share the rows: piece number i joins run number i of every rank.
+
+        Args:
+            sizes: by rank, of its runs; equally many for all, zeros allowed, adding up to :attr:`counts`.
+
+        Raises:
+            ValueError: a depth above the first has run already, or the sizes don't add up.
+        """
+        inputs, prefix = self._inputs, self._inputs.prefix
+        if self._diagonal or tuple(sum(runs) for runs in sizes) != prefix.counts or len({*map(len, sizes)}) != 1:
+            raise ValueError(
+                f"runs of {[list(runs) for runs in sizes]} do not split {prefix.counts} positions at depth 0"
+            )
+        ends = [list(accumulate(runs, initial=sum(prefix.counts[:rank]))) for rank, runs in enumerate(sizes)]
+        mine = sizes[prefix.sequence.rank]
+        pieces = []
+        parts = zip(self.hidden_ND.split(mine), inputs.position_N.split(mine), strict=True)
+        for number, (hidden_ND, position_N) in enumerate(parts):
+            runs = [slice(end[number], end[number + 1]) for end in ends]
+            part = prefix._replace(
+                whole=prefix.whole._replace(plan=prefix.whole.plan.select(runs)),
+                counts=tuple(runs_of_rank[number] for runs_of_rank in sizes),
+            )
+            pieces.append(Unroll(hidden_ND, _Inputs(inputs.drafter, position_N, inputs.embedding_VD, part)))
         return pieces
 
 
@@ -248,43 +357,57 @@ class MtpDrafter(DrafterModule):
         position_RT: Tensor,
         asked_RT: Tensor,
         embedding_VD: Tensor,
+        sequence: SequenceGroup | None = None,
     ) -> Unroll:
         """Depth 0 of a training pass over packed rows; the further depths follow by ``Unroll.advance``.
 
         Entries are made only for positions that some asking position sees, so nothing of padding or of rows that do not
-        ask is read.
+        ask is read; and of the last hidden states only the rank's own are.
 
         Args:
-            hidden_RTD: the target's last hidden states, after its final norm.
+            hidden_RTD: the target's last hidden states, after its final norm, on any device.
             tokens_RT: token ids.
             document_RT: document ids, -1 for padding; one id is one contiguous run.
             position_RT: positions within the document.
             asked_RT: bool; the N positions j whose outputs are wanted, j + 1 lying in the same document.
             embedding_VD: the target's frozen embedding.
+            sequence: the ranks that share these rows, each of which is given all of them; None: no others.
 
         Raises:
-            ValueError: an asked position is padding or its document's last, or a document lies in two separate runs.
+            ValueError: an asked position is padding or its document's last, or a document lies in two separate runs; or
+                the ranks cannot share the heads evenly.
         """
         has_next_RT = torch.zeros_like(asked_RT)
         has_next_RT[:, :-1] = document_RT[:, 1:] == document_RT[:, :-1]
         if bool((asked_RT & ~has_next_RT & (document_RT >= 0)).any()):
             raise ValueError("an asked position is its document's last: there is no token after it to embed")
         plan = plan_unrolled(document_RT, asked_RT)
-        position_P = position_RT.flatten()[plan.visible_P]
-        prefixes: list[_Prefix] = []
+        share = _share(plan, sequence)
+        visible_P, asking_N = plan.visible_P[share.visible], plan.own_N[share.asking] - share.visible.start
+        position_P = position_RT.flatten()[visible_P]
+        prefixes: list[_Prefix | _SharedPrefix] = []
 
         def attend(query_NHC: Tensor, key_PGC: Tensor, value_PGC: Tensor) -> Tensor:
-            prefixes.append(_Prefix(plan, key_PGC, value_PGC))
+            heads = query_NHC.shape[1]
+            if sequence is None:
+                prefixes.append(_Prefix(plan, key_PGC, value_PGC))
+            else:
+                key_PGC, value_PGC = (
+                    _by_heads(item, sequence, share.visible_counts, num_query_heads=heads)
+                    for item in (key_PGC, value_PGC)
+                )
+                whole = _Prefix(plan, key_PGC, value_PGC)
+                prefixes.append(_SharedPrefix(whole, sequence, share.asking_counts, heads))
             return prefixes[0].attend(query_NHC, ())
 
         hidden_ND = self.begin(
-            hidden_RTD.flatten(0, 1)[plan.visible_P].to(self.dtype),
-            embedded_PD=embedding_VD[tokens_RT.flatten()[plan.visible_P + 1].long()].to(self.dtype),
+            hidden_RTD.flatten(0, 1)[visible_P.to(hidden_RTD.device)].to(visible_P.device, self.dtype),
+            embedded_PD=embedding_VD[tokens_RT.flatten()[visible_P + 1].long()].to(self.dtype),
             position_P=position_P,
             attend=attend,
-            asking_N=plan.own_N,
+            asking_N=asking_N,
         )
-        return Unroll(hidden_ND, _Inputs(self, position_P[plan.own_N], embedding_VD, prefixes[0]))
+        return Unroll(hidden_ND, _Inputs(self, position_P[asking_N], embedding_VD, prefixes[0]))
 
     def context_cache(self, rows: int, *, capacity: int, num_depths: int | None = None) -> ContextCache:
         """An empty cache of depth-0 entries for that many rows of up to ``capacity`` committed tokens.

@@ -16,7 +16,7 @@ N * M rows of folded queries.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,6 +79,20 @@ class UnrolledPlan:
             seen = slice(low, high)
             pieces.append((_grouped(self.visible_P[seen], own_N - low, start_N - low, self.group_queries), seen))
         return pieces
+
+    def select(self, runs: Sequence[slice]) -> UnrolledPlan:
+        """The plan of some runs of the asking positions, joined in order; what is seen stays as it is.
+
+        No group reaches from one run into the next, which may lie far behind it.
+        """
+        own_N = torch.cat([self.own_N[run] for run in runs])
+        start_N = torch.cat([self.start_N[run] for run in runs])
+        groups, first = [], 0
+        for run in runs:
+            part = _grouped(self.visible_P, self.own_N[run], self.start_N[run], self.group_queries)
+            groups += [replace(group, first=group.first + first, last=group.last + first) for group in part.groups]
+            first += part.count
+        return UnrolledPlan(self.visible_P, own_N, start_N, self.group_queries, tuple(groups))
 
 
 def plan_unrolled(document_RT: Tensor, asked_RT: Tensor, *, group_queries: int = GROUP_QUERIES) -> UnrolledPlan:

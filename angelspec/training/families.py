@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from angelspec.data.dataset import PackedRows
 
 _ONLY_BLOCKS = ("anchors_per_row",)
-_ONLY_MTP = ("on_policy",)
+_ONLY_MTP = ("on_policy", "sequence_parallel")
 
 
 def training_step(
@@ -38,6 +38,7 @@ def training_step(
     seed: int,
     compute_dtype: torch.dtype,
     timed: bool,
+    ranks: Ranks | None = None,
 ) -> TrainingStep:
     """The forward step of a drafter's family; see ``BlockStep`` and ``MtpStep`` for the arguments."""
     given = {
@@ -45,7 +46,7 @@ def training_step(
         "compute_dtype": compute_dtype, "timed": timed,
     }  # fmt: skip
     if drafter.config.family == "mtp":
-        return MtpStep(drafter, **given, on_policy=on_policy)
+        return MtpStep(drafter, **given, on_policy=on_policy, ranks=ranks)
     return BlockStep(drafter, **given, anchors_per_row=anchors_per_row, seed=seed)
 
 

@@ -147,7 +147,7 @@ class _Run:
             folder / "checkpoints", run_id=run_id, keep=section.keep_checkpoints, ranks=ranks
         )
         self.optimiser = Optimiser(model, section.optimizer)
-        self.rows_per_step = section.rows_per_step * ranks.world_size
+        self.rows_per_step = section.rows_per_step * ranks.data_size
         self.progress = Progress(rows_per_step=self.rows_per_step)
         rows = step.trainable_rows()
         if not rows:
@@ -232,8 +232,8 @@ class _Run:
     def _update(self, rows: list[int], stage: TrainingStage) -> Gradients:
         """Compute the step's gradient and apply it if it is finite."""
         section, progress = self.section, self.progress
-        mine = rows[self.ranks.rank :: self.ranks.world_size]
-        if self.ranks.world_size > 1:
+        mine = rows[self.ranks.data_rank :: self.ranks.data_size]
+        if self.ranks.data_size > 1:
             mine = mine + [IDLE_ROW] * (section.rows_per_step - len(mine))
         size = section.rows_per_micro_batch
         self.model.train()

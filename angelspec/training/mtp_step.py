@@ -7,6 +7,10 @@ the data's token j + 1 + k (teacher-forced), and predicts the data's token j + 2
 Positions go through all their depths in pieces (``objectives.UnrolledHead``). A depth's most probable tokens fall off
 the sweep over the vocabulary that computes its losses, so drafting on-policy costs no product with the head.
 
+Ranks may share the rows by positions (``ops.sequence_parallel``). All of them align labels, gates and judges on whole
+rows and then take their own positions, whose judges reach up to K states into the next rank's: they are read where the
+features lie, and only those that a rank needs go to its device.
+
 Shapes: R rows of a micro-batch, T tokens of a row, K depths, N positions with a supervised depth, P positions of a
 piece, M judges of a piece, D hidden, V vocabulary.
 """
@@ -22,6 +26,7 @@ from torch import Tensor
 from angelspec.core.objective import Objective
 from angelspec.drafters.mtp import MtpDrafter, Unroll
 from angelspec.objectives import Budget, UnrolledHead, Workspace
+from angelspec.training.distributed import Ranks
 from angelspec.training.features import FeatureSource
 from angelspec.training.steps import StepClock, take_rows
 from angelspec.training.update import StepTerms
@@ -77,6 +82,7 @@ class MtpStep:
         on_policy: feed each depth with what the one before proposed; otherwise with the data.
         compute_dtype: of the drafter's matrix products; parameters and losses stay float32.
         budget: sizes of the pieces; None: by device.
+        ranks: this process among several, some of which may share its rows.
         timed: whether to stamp the parts of a step with the clock (meaningful on a CPU).
     """
 
@@ -91,6 +97,7 @@ class MtpStep:
         on_policy: bool = True,
         compute_dtype: torch.dtype = torch.float32,
         budget: Budget | None = None,
+        ranks: Ranks | None = None,
         timed: bool = False,
     ) -> None:
         self.drafter = drafter
@@ -101,6 +108,7 @@ class MtpStep:
         self._on_policy, self._timed = on_policy, timed
         self._device = embedding_VD.device
         self._budget, self._workspace = budget, Workspace()
+        self._ranks = ranks or Ranks()
 
     def trainable_rows(self) -> list[int]:
         """Rows with a supervised depth."""
@@ -112,7 +120,7 @@ class MtpStep:
     def __call__(self, row_ids: Sequence[int], *, objective: Objective, step: int) -> StepTerms:
         """Forward pass and loss terms of one micro-batch, ready for ``backward``; the same for every ``step``."""
         clock = StepClock(running=self._timed)
-        batch = take_rows(self._rows, self._features, row_ids, device=self._device)
+        batch = take_rows(self._rows, self._features, row_ids, device=self._device, moves_features=False)
         clock.lap("target")
         supervision = supervise_depths(
             batch.tokens_RT, batch.loss_mask_RT, batch.document_RT, num_depths=self.config.num_depths
@@ -125,9 +133,11 @@ class MtpStep:
             position_RT=batch.position_RT,
             asked_RT=asked_RT,
             embedding_VD=self._embedding_VD,
+            sequence=self._ranks.sequence,
         )
         clock.lap("backbone")
-        labels_NK, valid_NK, judge_NK = (grid_RTK[asked_RT] for grid_RTK in supervision)
+        mine = unroll.own
+        labels_NK, valid_NK, judge_NK = (grid_RTK[asked_RT][mine] for grid_RTK in supervision)
         head = UnrolledHead(
             objective,
             head_VD=self._head_VD,
@@ -136,23 +146,29 @@ class MtpStep:
             workspace=self._workspace,
         )
         states_XD = batch.hidden_RTD.flatten(0, 1)
-        sizes = head.piece_sizes(len(valid_NK))
         first = 0
-        for piece, size in zip(unroll.split(sizes), sizes, strict=True):
-            part = slice(first, first + size)
+        for piece in self._pieces(unroll, head):
+            part = slice(first, first + len(piece.hidden_ND))
             self._run_piece(
                 piece, head, clock, states_XD, DepthSupervision(labels_NK[part], valid_NK[part], judge_NK[part]), first
             )
-            first += size
+            first = part.stop
         terms = head.terms(valid_NK)
         clock.lap("head")
         return StepTerms(
             losses=terms.losses,
             counts=terms.counts,
             num_positions=int(valid_NK.sum()),
-            num_refused_rows=batch.num_refused_rows,
+            num_refused_rows=batch.num_refused_rows if self._ranks.counts_rows else 0,
             seconds=clock.seconds,
         )
+
+    def _pieces(self, unroll: Unroll, head: UnrolledHead) -> list[Unroll]:
+        """Pieces that fit the budget: equally many on all ranks that share the rows, which go through them in step."""
+        if self._ranks.sequence is None:
+            return unroll.split(head.piece_sizes(unroll.counts[0]))
+        num_pieces = max(len(head.piece_sizes(count)) for count in unroll.counts)
+        return unroll.split_shared([head.piece_sizes(count, num_pieces=num_pieces) for count in unroll.counts])
 
     def _run_piece(
         self,
@@ -166,7 +182,7 @@ class MtpStep:
         """Take one piece, which begins at position ``first`` of N, through all its depths."""
         labels_PK, valid_PK, judge_PK = supervision
         judges_M = judge_PK[valid_PK].unique()
-        head.begin_piece(states_XD[judges_M])
+        head.begin_piece(states_XD[judges_M.to(states_XD.device)].to(self._device))
         hidden_PD = piece.hidden_ND
         for depth in range(self.config.num_depths):
             # asked for as long as a deeper depth is supervised, which must be fed with a token

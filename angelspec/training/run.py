@@ -16,7 +16,7 @@ from angelspec.core.fingerprint import fingerprint
 from angelspec.core.recipe import TrainingSection
 from angelspec.drafters.families import Drafter, build_drafter
 from angelspec.training.checkpoints import Checkpoints
-from angelspec.training.distributed import Ranks, connect, equalise, shard
+from angelspec.training.distributed import Ranks, connect, equalise, shard, share_rows
 from angelspec.training.families import held_out_measure, training_step, what_training_reads
 from angelspec.training.features import (
     FeatureSource,
@@ -71,8 +71,16 @@ def run_identity(
 ) -> str:
     """Name of everything the weights of a run depend on. What only changes speed or reporting is left out."""
     described = what_training_reads(section, config)
-    for key in ("tracker", "log_every", "save_every", "keep_checkpoints", "rows_per_step", "sharding"):
-        described.pop(key)
+    for key in (
+        "tracker",
+        "log_every",
+        "save_every",
+        "keep_checkpoints",
+        "rows_per_step",
+        "sharding",
+        "sequence_parallel",
+    ):
+        described.pop(key, None)
     start: Any = None
     if initial is not None:
         start = {name: [list(t.shape), float(t.double().sum())] for name, t in sorted(initial.items())}
@@ -154,6 +162,7 @@ def train_drafter(
         TrainingError, CheckpointError, DataError, MissingRequirement: see ``loop.train`` and ``features``.
     """
     ranks = connect(str(target.device)) if ranks is None else ranks
+    ranks = share_rows(ranks, section.sequence_parallel)
     drafter = new_drafter(config, seed=section.seed, initial=initial, device=str(target.device))
     equalise(drafter, ranks)
     if section.sharding == "shard":
@@ -180,6 +189,7 @@ def train_drafter(
         head_VD=head_VD.to(product_dtype(section, target.device)),
         anchors_per_row=section.anchors_per_row,
         on_policy=section.on_policy,
+        ranks=ranks,
         seed=section.seed,
         compute_dtype=product_dtype(section, target.device),
         timed=target.device.type == "cpu",

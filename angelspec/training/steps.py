@@ -49,17 +49,32 @@ class MicroBatch(NamedTuple):
     """bool: supervised tokens; none in rows that stand for no row or whose features are not finite."""
     taps_RTF: Tensor
     hidden_RTD: Tensor
+    """Features: on the training device only if they were to be moved there."""
     num_refused_rows: int
     """Rows left out because their features are not finite."""
 
 
-def take_rows(rows: PackedRows, features: FeatureSource, row_ids: Sequence[int], *, device: torch.device) -> MicroBatch:
-    """Gather the rows of one micro-batch; ``IDLE_ROW`` stands for a row without any supervision."""
+def take_rows(
+    rows: PackedRows,
+    features: FeatureSource,
+    row_ids: Sequence[int],
+    *,
+    device: torch.device,
+    moves_features: bool = True,
+) -> MicroBatch:
+    """Gather the rows of one micro-batch; ``IDLE_ROW`` stands for a row without any supervision.
+
+    Args:
+        moves_features: whether the features go to the device as well; otherwise they stay where the source holds them.
+    """
     real = [max(row, 0) for row in row_ids]
     index_R = torch.as_tensor(real, dtype=torch.int64)
     idle_R = torch.as_tensor([row == IDLE_ROW for row in row_ids], device=device)
-    known = features.fetch(real).to(device)
-    usable_R = known.finite_R & ~idle_R
+    known = features.fetch(real)
+    if moves_features:
+        known = known.to(device)
+    finite_R = known.finite_R.to(device)
+    usable_R = finite_R & ~idle_R
     return MicroBatch(
         tokens_RT=rows.tokens_RT[index_R].to(device, torch.int64),
         document_RT=rows.document_RT[index_R].to(device),
@@ -67,7 +82,7 @@ def take_rows(rows: PackedRows, features: FeatureSource, row_ids: Sequence[int],
         loss_mask_RT=rows.loss_mask_RT[index_R].to(device) & usable_R[:, None],
         taps_RTF=known.taps_RTF,
         hidden_RTD=known.hidden_RTD,
-        num_refused_rows=int((~known.finite_R & ~idle_R).sum()),
+        num_refused_rows=int((~finite_R & ~idle_R).sum()),
     )
 
 

@@ -39,11 +39,11 @@ def test_ends_with_a_checked_drafter_and_its_report(tmp_path, name):
 
 def test_a_drafter_goes_on_from_another_one(tmp_path):
     first = run_recipe(load_recipe("tiny-mtp-qwen3"), output=tmp_path / "a", store=tmp_path / "store", quiet=True)
-    start = f"drafter.initial_checkpoint={first}"
-    again = run_recipe(
-        load_recipe("tiny-mtp-qwen3", overrides=[start, "training.stages.cold-start.steps=2", "training.on_policy=false"]),
-        output=tmp_path / "b", store=tmp_path / "store", quiet=True,
+    changes = (
+        f"drafter.initial_checkpoint={first}", "training.stages.cold-start.steps=2", "training.on_policy=false",
     )  # fmt: skip
+    recipe = load_recipe("tiny-mtp-qwen3", overrides=changes)
+    again = run_recipe(recipe, output=tmp_path / "b", store=tmp_path / "store", quiet=True)
     assert DrafterManifest.read(again).training.initial_checkpoint == str(first)
 
 

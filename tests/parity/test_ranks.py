@@ -97,6 +97,7 @@ def test_two_ranks_give_the_losses_and_weights_of_one(one_rank, two_ranks, case)
     ones, twos = events(one_rank / case, "step"), events(two_ranks / case, "step")
     assert len(ones) == len(twos) == (2 if case == "short" else STEPS)
     for one, two in zip(ones, twos, strict=True):
+        assert one["positions"] > 0 and one["loss"] > 0
         for key in ("loss", "gradient_norm", "accuracy", "cross_entropy", "positions", "learning_rate"):
             assert two[key] == pytest.approx(one[key], rel=2e-4), key
     assert [e["accepted_length"] for e in events(one_rank / case, "held_out")] == pytest.approx(

@@ -68,6 +68,7 @@ def test_refuses_by_key_and_allowed_values(override, key, allowed):
         ("training.stages.cold-start.objective.top_k=50000", "cold-start.objective.top_k", "allowed: 1..49152"),
         ("training.stages.cold-start.objective.confidence=1", "cold-start.objective.confidence", "allowed: 0"),
         ("training.on_policy=maybe", "training.on_policy", "boolean"),
+        ("training.sequence_parallel=2", "training.sequence_parallel", "allowed: 1, 3, 9"),
     ],
 )
 def test_mtp_refuses_by_key_and_allowed_values(override, key, allowed):
@@ -80,6 +81,7 @@ def test_a_block_drafter_knows_no_depths_and_no_layer_of_the_target():
     assert "drafter.num_depths: unknown key" in refusal("drafter.num_depths=3")
     assert "allowed: the folder of a drafter" in refusal("drafter.initial_checkpoint=target")
     assert "no confidence head" in refusal("training.stages.cold-start.objective.confidence=1")
+    assert "allowed: 1" in refusal("training.sequence_parallel=3")
 
 
 def test_a_drafter_of_another_family_starts_from_its_own_defaults(tmp_path):
