@@ -40,8 +40,14 @@ def check_command(path: Path, as_json: bool) -> None:
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--to", "dialect", required=True, help="angelspec, or a public dialect that can express the drafter.")
-def convert_command(path: Path, output: Path, dialect: str) -> None:
+@click.option(
+    "--target",
+    "target_folder",
+    type=click.Path(path_type=Path),
+    help="The target's folder: hy3 keeps its config.json, qwen3 is a full copy of it.",
+)
+def convert_command(path: Path, output: Path, dialect: str, target_folder: Path | None) -> None:
     """Write the drafter PATH to the folder OUTPUT under the tensor and configuration names of another loader."""
     from angelspec.drafters.checkpoint import convert_checkpoint
 
-    click.echo(f"written: {convert_checkpoint(path, output, dialect=dialect)}")
+    click.echo(f"written: {convert_checkpoint(path, output, dialect=dialect, target_folder=target_folder)}")

@@ -25,6 +25,16 @@ import click
 )
 @click.option("--shortlist", type=int, help="Candidates per slot that the hidden correction rescores.")
 @click.option("--cut", type=float, help="D-cut with this share of the proposals kept, for example 0.5.")
+@click.option("--breakeven", is_flag=True, help="Measure what each drafter must reach to match the first MTP drafter.")
+@click.option(
+    "--breakeven-batch",
+    "batches",
+    multiple=True,
+    type=click.IntRange(min=1),
+    default=(1, 4, 16),
+    show_default=True,
+    help="Batch size of the break-even; may repeat.",
+)
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Folder for JSON, Markdown and plots.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def evaluate(
@@ -37,6 +47,8 @@ def evaluate(
     target_source: str | None,
     shortlist: int | None,
     cut: float | None,
+    breakeven: bool,
+    batches: tuple[int, ...],
     output: Path | None,
     quiet: bool,
 ) -> None:
@@ -53,6 +65,7 @@ def evaluate(
         target_source=target_source,
         shortlist=shortlist,
         cut=cut,
+        breakeven=batches if breakeven else (),
         output=output,
         quiet=quiet,
     )

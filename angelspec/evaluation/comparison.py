@@ -18,7 +18,7 @@ from angelspec.core.comparison import Comparison, Ordering
 from angelspec.core.files import write_text_atomic
 from angelspec.core.modes import Mode
 from angelspec.core.workloads import WORKLOADS
-from angelspec.evaluation.report import Table
+from angelspec.evaluation.tables import MISSING, Table
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 Verdict = Literal["holds", "undecided", "does not hold"]
@@ -114,7 +114,7 @@ def spread(values: Iterable[float], *, pattern: str = "{:.3f}") -> str:
     """Mean and sample standard deviation as text; the value alone if there is one, a dash if there is none."""
     values = list(values)
     if not values:
-        return "–"
+        return MISSING
     text = pattern.format(mean(values))
     return text if len(values) == 1 else f"{text} ± {pattern.format(stdev(values))}"
 
@@ -195,6 +195,6 @@ def comparison_tables(report: ComparisonReport) -> list[Table]:
     for finished in (True, False):
         for mode in report.modes:
             table = length_table(report, mode=mode, finished=finished)
-            if any(cell != "–" for row in table.rows for cell in row[1:]):
+            if any(cell != MISSING for row in table.rows for cell in row[1:]):
                 found.append(table)
     return [*found, training_table(report)]

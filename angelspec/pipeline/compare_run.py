@@ -12,17 +12,12 @@ from angelspec.core.modes import Mode
 from angelspec.core.recipe import Recipe
 from angelspec.data.reading import read_sources
 from angelspec.decoding.proposer import Proposer
-from angelspec.decoding.proposers import BlockProposer
+from angelspec.decoding.proposers import drafter_proposer
 from angelspec.evaluation.acceptance import measure, num_answers
 from angelspec.evaluation.comparison import ComparisonReport, Outcome, Training, comparison_tables
 from angelspec.evaluation.comparison_plot import plot_comparison
-from angelspec.pipeline.evaluation_stages import (
-    LOOKUP,
-    export_weights,
-    lookup_proposer,
-    measure_settings,
-    suites_of,
-)
+from angelspec.pipeline.evaluation_stages import exported_drafter
+from angelspec.pipeline.measuring import LOOKUP, lookup_proposer, measure_settings, suites_of
 from angelspec.pipeline.progress import Progress, table_console
 from angelspec.pipeline.requirements import check_requirements
 from angelspec.pipeline.runner import run_stages
@@ -103,8 +98,8 @@ def _training(variant: str, seed: int, recipe: Recipe, results: Mapping[str, Sta
 
 def _proposer(name: str, recipe: Recipe, results: Mapping[str, StageResult], *, session: Session) -> Proposer:
     last = results[stage_name(recipe, len(recipe.training.stages) - 1)]
-    return BlockProposer(
-        export_weights(recipe, last.folder / WEIGHTS),
+    return drafter_proposer(
+        exported_drafter(recipe, last.folder / WEIGHTS),
         target=session.target(recipe.evaluation.dtype),
         name=name,
         shortlist=recipe.evaluation.shortlist,
