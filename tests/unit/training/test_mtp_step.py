@@ -177,6 +177,21 @@ def test_a_row_costs_the_same_in_any_pieces_and_any_company():
     assert apart.numerators["token"] / apart.denominators["token"] == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.parametrize("mlp", ["dense", "moe"])
+def test_recomputed_depths_give_the_same_gradient_and_hold_less(mlp):
+    held, found = {}, {}
+    for recompute in (False, True):
+        step, kept = mtp_step(mlp, recompute=recompute), []
+        step.drafter.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.numel()) or t, lambda t: t):
+            terms = step([0, 1], objective=DEPTHS, step=0)
+        sum(ratio.numerator / ratio.denominator for ratio in terms.losses.values()).backward()
+        held[recompute] = sum(kept)
+        found[recompute] = torch.cat([p.grad.flatten() for p in step.drafter.parameters()])
+    assert torch.equal(found[True], found[False])
+    assert held[True] < 0.6 * held[False]
+
+
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_zero_leakage_between_packed_documents(on_policy):
     """Altering one document changes no gradient of a step that supervises only its neighbours, at any depth."""
