@@ -294,6 +294,9 @@ class TrainingSection(Section):
     """Metrics always go to metrics.jsonl; this adds another sink."""
     sharding: Literal["replicate", "shard"] = "replicate"
     """Across ranks: copies with averaged gradients, or FSDP2 shards."""
+    recompute_depths: bool = False
+    """MTP: run the depths above the first again in the backward pass instead of holding their activations, so that long
+    rows take little more memory than one depth."""
     sequence_parallel: int = Field(default=1, ge=1)
     """MTP: neighbouring ranks that share each row by positions, so that longer rows fit; must divide the drafter's
     heads."""

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from angelspec.core.drafter_config import MtpDrafterConfig
 from angelspec.drafters.base import DrafterModule
@@ -166,9 +167,20 @@ class _Inputs:
     """What :meth:`Unroll.advance` reads. No dataclass: FSDP puts hooks on whatever tensors it finds in one."""
 
     def __init__(
-        self, drafter: MtpDrafter, position_N: Tensor, embedding_VD: Tensor, prefix: _Prefix | _SharedPrefix
+        self,
+        drafter: MtpDrafter,
+        position_N: Tensor,
+        embedding_VD: Tensor,
+        prefix: _Prefix | _SharedPrefix,
+        *,
+        recompute: bool,
     ) -> None:
         self.drafter, self.position_N, self.embedding_VD, self.prefix = drafter, position_N, embedding_VD, prefix
+        self.recompute = recompute
+
+    def part(self, position_N: Tensor, prefix: _Prefix | _SharedPrefix) -> _Inputs:
+        """The same for some of the positions."""
+        return _Inputs(self.drafter, position_N, self.embedding_VD, prefix, recompute=self.recompute)
 
 
 @dataclass
@@ -212,19 +224,30 @@ class Unroll:
         Returns:
             [N, D], the depth's output, which the target's head turns into logits.
         """
-        inputs = self._inputs
+        inputs, depth = self._inputs, self.depth + 1
         before_ND = self._deepest.pop() if self._deepest else self.hidden_ND
+        earlier = tuple(self._diagonal)
 
-        def attend(query_NHC: Tensor, key_NGC: Tensor, value_NGC: Tensor) -> Tensor:
-            self._diagonal.append(inputs.prefix.place(key_NGC, value_NGC))
-            return inputs.prefix.attend(query_NHC, self._diagonal)
+        def run(before_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            placed: list[tuple[Tensor, Tensor]] = []
 
-        after_ND = inputs.drafter.deepen(
-            before_ND,
-            embedded_ND=inputs.embedding_VD[tokens_N].to(before_ND.dtype),
-            position_N=inputs.position_N + self.depth + 1,
-            attend=attend,
-        )
+            def attend(query_NHC: Tensor, key_NGC: Tensor, value_NGC: Tensor) -> Tensor:
+                placed.append(inputs.prefix.place(key_NGC, value_NGC))
+                return inputs.prefix.attend(query_NHC, (*earlier, *placed))
+
+            after_ND = inputs.drafter.deepen(
+                before_ND,
+                embedded_ND=inputs.embedding_VD[tokens_N].to(before_ND.dtype),
+                position_N=inputs.position_N + depth,
+                attend=attend,
+            )
+            return after_ND, *placed[0]
+
+        if inputs.recompute and torch.is_grad_enabled():
+            after_ND, key, value = checkpoint(run, before_ND, use_reentrant=False, preserve_rng_state=False)
+        else:
+            after_ND, key, value = run(before_ND)
+        self._diagonal.append((key, value))
         self._deepest.append(after_ND)
         return after_ND
 
@@ -248,7 +271,7 @@ class Unroll:
         parts = zip(self.hidden_ND.split(sizes), inputs.position_N.split(sizes), plan.split(sizes), strict=True)
         for hidden_ND, position_N, (piece, seen) in parts:
             prefix = _Prefix(piece, key_PGC[seen], value_PGC[seen])
-            pieces.append(Unroll(hidden_ND, _Inputs(inputs.drafter, position_N, inputs.embedding_VD, prefix)))
+            pieces.append(Unroll(hidden_ND, inputs.part(position_N, prefix)))
         return pieces
 
     def split_shared(self, sizes: Sequence[Sequence[int]]) -> list[Unroll]:
@@ -275,7 +298,7 @@ class Unroll:
                 whole=prefix.whole._replace(plan=prefix.whole.plan.select(runs)),
                 counts=tuple(runs_of_rank[number] for runs_of_rank in sizes),
             )
-            pieces.append(Unroll(hidden_ND, _Inputs(inputs.drafter, position_N, inputs.embedding_VD, part)))
+            pieces.append(Unroll(hidden_ND, inputs.part(position_N, part)))
         return pieces
 
 
@@ -358,6 +381,7 @@ class MtpDrafter(DrafterModule):
         asked_RT: Tensor,
         embedding_VD: Tensor,
         sequence: SequenceGroup | None = None,
+        recompute: bool = False,
     ) -> Unroll:
         """Depth 0 of a training pass over packed rows; the further depths follow by ``Unroll.advance``.
 
@@ -372,6 +396,7 @@ class MtpDrafter(DrafterModule):
             asked_RT: bool; the N positions j whose outputs are wanted, j + 1 lying in the same document.
             embedding_VD: the target's frozen embedding.
             sequence: the ranks that share these rows, each of which is given all of them; None: no others.
+            recompute: run the depths above the first again in the backward pass instead of holding what is inside them.
 
         Raises:
             ValueError: an asked position is padding or its document's last, or a document lies in two separate runs; or
@@ -407,7 +432,8 @@ class MtpDrafter(DrafterModule):
             attend=attend,
             asking_N=asking_N,
         )
-        return Unroll(hidden_ND, _Inputs(self, position_P[asking_N], embedding_VD, prefixes[0]))
+        inputs = _Inputs(self, position_P[asking_N], embedding_VD, prefixes[0], recompute=recompute)
+        return Unroll(hidden_ND, inputs)
 
     def context_cache(self, rows: int, *, capacity: int, num_depths: int | None = None) -> ContextCache:
         """An empty cache of depth-0 entries for that many rows of up to ``capacity`` committed tokens.

@@ -20,6 +20,8 @@ from angelspec.objectives.channels import TopTokens
 BLOCK = 64
 """Columns per block: short enough that a few blocks are cheap to search, long enough to fill vector registers."""
 _TILE_COLUMNS = 8192
+_SAMPLED_COLUMNS = 2048
+"""Columns from which a row's mean and spread are guessed."""
 _SECANT_STEPS = 6
 """Steps after which every second one goes to the next entry; without equal entries about so many are enough."""
 _MOST_COUNTS = 24
@@ -62,7 +64,7 @@ def top_threshold(logits_RV: Tensor, *, count: int) -> Tensor:
         return _sorted_threshold(logits_RV, count=count)
     wanted, normal = float(count), NormalDist()
     quantile = normal.inv_cdf(1.0 - count / num_columns)
-    std_R, mean_R = torch.std_mean(logits_RV, 1)
+    std_R, mean_R = torch.std_mean(logits_RV[:, :: max(1, num_columns // _SAMPLED_COLUMNS)], 1)
     guess_R = mean_R + quantile * std_R
     slope_R = -num_columns * normal.pdf(quantile) / std_R.clamp_min(1e-30)  # of the number that reaches the guess
     low_R, high_R = torch.full_like(guess_R, -math.inf), torch.full_like(guess_R, math.inf)

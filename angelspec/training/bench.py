@@ -85,6 +85,8 @@ class BenchCase(BaseModel):
     """Read by block drafters."""
     on_policy: bool = True
     """Read by MTP."""
+    recompute_depths: bool = False
+    """Read by MTP."""
     optimizer: OptimizerSection = OptimizerSection()
     online: bool = False
     """Whether the target runs inside the step."""
@@ -208,6 +210,7 @@ def recipe_cases(
             rows_per_micro_batch=training.rows_per_micro_batch,
             anchors_per_row=training.anchors_per_row,
             on_policy=training.on_policy,
+            recompute_depths=training.recompute_depths,
             optimizer=training.optimizer,
             online=training.features == "online",
             repeats=repeats,
@@ -410,6 +413,7 @@ class _Stepper:
             head_VD=head_VD,
             anchors_per_row=case.anchors_per_row,
             on_policy=case.on_policy,
+            recompute_depths=case.recompute_depths,
             seed=case.seed,
             compute_dtype=getattr(torch, case.matmul),
             timed=True,

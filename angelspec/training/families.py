@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from angelspec.data.dataset import PackedRows
 
 _ONLY_BLOCKS = ("anchors_per_row",)
-_ONLY_MTP = ("on_policy", "sequence_parallel")
+_ONLY_MTP = ("on_policy", "recompute_depths", "sequence_parallel")
 
 
 def training_step(
@@ -35,6 +35,7 @@ def training_step(
     head_VD: Tensor,
     anchors_per_row: int,
     on_policy: bool,
+    recompute_depths: bool,
     seed: int,
     compute_dtype: torch.dtype,
     timed: bool,
@@ -46,7 +47,7 @@ def training_step(
         "compute_dtype": compute_dtype, "timed": timed,
     }  # fmt: skip
     if drafter.config.family == "mtp":
-        return MtpStep(drafter, **given, on_policy=on_policy, ranks=ranks)
+        return MtpStep(drafter, **given, on_policy=on_policy, recompute=recompute_depths, ranks=ranks)
     return BlockStep(drafter, **given, anchors_per_row=anchors_per_row, seed=seed)
 
 

@@ -80,6 +80,7 @@ class MtpStep:
         embedding_VD: the target's frozen embedding.
         head_VD: the target's frozen head; its dtype is that of the head's matrix products.
         on_policy: feed each depth with what the one before proposed; otherwise with the data.
+        recompute: run the depths above the first again in the backward pass instead of holding their activations.
         compute_dtype: of the drafter's matrix products; parameters and losses stay float32.
         budget: sizes of the pieces; None: by device.
         ranks: this process among several, some of which may share its rows.
@@ -95,6 +96,7 @@ class MtpStep:
         embedding_VD: Tensor,
         head_VD: Tensor,
         on_policy: bool = True,
+        recompute: bool = False,
         compute_dtype: torch.dtype = torch.float32,
         budget: Budget | None = None,
         ranks: Ranks | None = None,
@@ -105,7 +107,7 @@ class MtpStep:
         self.config = drafter.config
         self._rows, self._features = rows, features
         self._embedding_VD, self._head_VD = embedding_VD, head_VD
-        self._on_policy, self._timed = on_policy, timed
+        self._on_policy, self._recompute, self._timed = on_policy, recompute, timed
         self._device = embedding_VD.device
         self._budget, self._workspace = budget, Workspace()
         self._ranks = ranks or Ranks()
@@ -134,6 +136,7 @@ class MtpStep:
             asked_RT=asked_RT,
             embedding_VD=self._embedding_VD,
             sequence=self._ranks.sequence,
+            recompute=self._recompute,
         )
         clock.lap("backbone")
         mine = unroll.own

@@ -34,6 +34,13 @@ if TYPE_CHECKING:
     from angelspec.targets.target import Target
 
 
+_WITHOUT_EFFECT = {
+    "tracker", "log_every", "save_every", "keep_checkpoints", "rows_per_step", "sharding", "sequence_parallel",
+    "recompute_depths",
+}  # fmt: skip
+"""Training values that change no weight but by rounding (rows per step are compared over all ranks)."""
+
+
 def make_features(
     section: TrainingSection,
     target: Target,
@@ -71,16 +78,7 @@ def run_identity(
 ) -> str:
     """Name of everything the weights of a run depend on. What only changes speed or reporting is left out."""
     described = what_training_reads(section, config)
-    for key in (
-        "tracker",
-        "log_every",
-        "save_every",
-        "keep_checkpoints",
-        "rows_per_step",
-        "sharding",
-        "sequence_parallel",
-    ):
-        described.pop(key, None)
+    described = {key: value for key, value in described.items() if key not in _WITHOUT_EFFECT}
     start: Any = None
     if initial is not None:
         start = {name: [list(t.shape), float(t.double().sum())] for name, t in sorted(initial.items())}
@@ -189,6 +187,7 @@ def train_drafter(
         head_VD=head_VD.to(product_dtype(section, target.device)),
         anchors_per_row=section.anchors_per_row,
         on_policy=section.on_policy,
+        recompute_depths=section.recompute_depths,
         ranks=ranks,
         seed=section.seed,
         compute_dtype=product_dtype(section, target.device),

@@ -34,6 +34,7 @@ CASES = {
     "teacher-forced, two denominators": {"objective": BOTH, "on_policy": False},
     "experts": {"objective": DEPTHS, "mlp": "moe"},
     "pieces": {"objective": BOTH, "budget": SMALL},
+    "recomputed depths": {"objective": DEPTHS, "budget": SMALL, "recompute": True},
     "empty shards": {"objective": DEPTHS, "rows": "short", "budget": SMALL},
     "a row that asks nothing": {"objective": DEPTHS, "row_ids": [[IDLE_ROW], [0]]},
     "several rows at once": {"objective": DEPTHS, "row_ids": [[0, 1, 2], [1, IDLE_ROW, 2]]},
@@ -51,9 +52,8 @@ def rows_of(kind: str) -> Rows:
     return rows
 
 
-def gradients(
-    ranks: Ranks, *, objective, on_policy=True, mlp="dense", budget=None, rows="long", row_ids=None, config=None
-):
+def gradients(ranks: Ranks, *, objective, mlp="dense", rows="long", row_ids=None, config=None, **changes):
+    """Facts and gradients of one update; ``changes`` are the step's."""
     target, packed = ToyTarget(), rows_of(rows)
     drafter = new_drafter(mtp_config(mlp, **(config or {})), seed=0)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def gradients(
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
     step = MtpStep(
         drafter, rows=packed, features=OnlineFeatures(target, packed, layer_ids=()), embedding_VD=target.embedding_VD,
-        head_VD=target.head_VD, on_policy=on_policy, budget=budget, ranks=ranks,
+        head_VD=target.head_VD, ranks=ranks, **changes,
     )  # fmt: skip
     result = compute_gradients(
         row_ids or [[0], [2]], lambda ids: step(ids, objective=objective, step=0), model=drafter, ranks=ranks

@@ -4,12 +4,13 @@ import time
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_builders import CE, DEPTHS, E2E, Rows, mtp_config, pattern_rows, tiny_target
 
 from angelspec.core.objective import Objective
 from angelspec.objectives import Budget
 from angelspec.training.distributed import Ranks
-from angelspec.training.features import OnlineFeatures
+from angelspec.training.features import MemoryFeatures, OnlineFeatures
 from angelspec.training.mtp_step import MtpStep, supervise_depths
 from angelspec.training.run import new_drafter
 from angelspec.training.steps import IDLE_ROW
@@ -175,6 +176,49 @@ def test_a_row_costs_the_same_in_any_pieces_and_any_company():
         [[1], [0]], lambda rows: small(rows, objective=DEPTHS, step=0), model=small.drafter, ranks=Ranks()
     )
     assert apart.numerators["token"] / apart.denominators["token"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_logits_of_all_positions_are_never_held():
+    """Neither the drafter's nor the target's: the largest tensor is one piece of either."""
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **(kwargs or {}))
+            for item in found if isinstance(found, (tuple, list)) else (found,):
+                if isinstance(item, torch.Tensor) and item.untyped_storage().data_ptr() not in given:
+                    self.numel = max(self.numel, item.numel())
+            return found
+
+    budget = Budget(buffer_bytes=8 * 320 * 4, tile_columns=64, product_columns=64, min_rows=1)
+    step = mtp_step(budget=budget, rows=pattern_rows(4, row_length=96))
+    step._features = MemoryFeatures(tiny_target(), step._rows, layer_ids=(), dtype=torch.float32)
+    target = tiny_target()
+    given = {tensor.untyped_storage().data_ptr() for tensor in (target.head_VD, target.embedding_VD)}
+    with Largest() as seen:
+        terms = step([0, 1, 2, 3], objective=DEPTHS, step=0)
+        sum(ratio.numerator for ratio in terms.losses.values()).backward()
+    positions = terms.num_positions / 3
+    assert positions > 250
+    states = positions * 2 * 96 * 1.2  # gate and up of the MLP, and unsupervised positions that are seen
+    assert seen.numel <= max(states, (8 + 3) * 320)
+    assert seen.numel < positions * 320 / 1.5
+
+
+@pytest.mark.parametrize("mlp", ["dense", "moe"])
+def test_recomputed_depths_give_the_same_gradient_and_hold_less(mlp):
+    held, found = {}, {}
+    for recompute in (False, True):
+        step, kept = mtp_step(mlp, recompute=recompute), []
+        step.drafter.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.numel()) or t, lambda t: t):
+            terms = step([0, 1], objective=DEPTHS, step=0)
+        sum(ratio.numerator / ratio.denominator for ratio in terms.losses.values()).backward()
+        held[recompute] = sum(kept)
+        found[recompute] = torch.cat([p.grad.flatten() for p in step.drafter.parameters()])
+    assert torch.equal(found[True], found[False])
+    assert held[True] < 0.6 * held[False]
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
