@@ -21,7 +21,7 @@ from angelspec.core.workloads import WORKLOADS
 from angelspec.evaluation.tables import MISSING, Table
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-Verdict = Literal["holds", "undecided", "does not hold"]
+Verdict = Literal["holds", "undecided", "does not hold", "not measured"]
 
 
 class Outcome(BaseModel):
@@ -101,11 +101,13 @@ class ComparisonReport(BaseModel):
 
 
 def verdict(differences: Iterable[float]) -> Verdict:
-    """Whether every seed agrees on the sign; ``undecided`` where they differ or nothing was measured."""
+    """Whether every seed agrees on the sign; ``undecided`` where they differ."""
     values = list(differences)
-    if values and all(value > 0 for value in values):
+    if not values:
+        return "not measured"
+    if all(value > 0 for value in values):
         return "holds"
-    if values and all(value <= 0 for value in values):
+    if all(value <= 0 for value in values):
         return "does not hold"
     return "undecided"
 
@@ -185,7 +187,7 @@ def training_table(report: ComparisonReport) -> Table:
         title="Training",
         columns=("variant", "steps", "supervised positions", "held-out accepted length", "seconds"),
         rows=tuple(rows),
-        caption="held-out rows are those of the variant's own mode and workloads, unfinished answers excepted",
+        caption="held-out rows are those of the variant's own mode and workloads",
     )
 
 
