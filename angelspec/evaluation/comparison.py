@@ -135,7 +135,8 @@ def length_table(report: ComparisonReport, *, mode: Mode, finished: bool) -> Tab
             spread(report.lengths(variant, mode=mode, workloads=names, finished=finished).values())
             for _, names in columns
         ]
-        rows.append((variant, *cells))
+        if set(cells) != {MISSING}:
+            rows.append((variant, *cells))
     kind = "finished" if finished else "unfinished"
     return Table(
         title=f"Accepted length on {kind} answers, {mode} prompts, temperature {report.temperature:g}",
@@ -197,6 +198,6 @@ def comparison_tables(report: ComparisonReport) -> list[Table]:
     for finished in (True, False):
         for mode in report.modes:
             table = length_table(report, mode=mode, finished=finished)
-            if any(cell != MISSING for row in table.rows for cell in row[1:]):
+            if table.rows:
                 found.append(table)
     return [*found, training_table(report)]
