@@ -10,8 +10,10 @@ from evaluation_builders import small_report
 from angelspec.core.manifest import DrafterManifest, MeasuredAcceptance, TargetIdentity, TrainedStage, TrainingRecord
 from angelspec.core.recipe import Recipe
 from angelspec.core.recipe_files import load_recipe
+from angelspec.core.repositories import Repository
 from angelspec.drafters.block import BlockDrafter
 from angelspec.drafters.checkpoint import save_drafter
+from angelspec.hub.card import CardFacts, write_card
 
 RECIPE = "tiny-dfly-llama"
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(64)
@@ -90,3 +92,11 @@ def lay_traps(folder: Path, outside: Path) -> None:
     (folder / "modeling_evil.py").write_text("print('evil')\n")
     (folder / "notes.txt").symlink_to(outside / "secret.txt")
     (folder / "data").symlink_to(outside)
+
+
+def plain_card(folder: Path, manifest: DrafterManifest) -> str:
+    """The card of a repository alice/tiny, without report."""
+    places = (Repository("hf", "alice/tiny"), Repository("modelscope", "alice/tiny"))
+    return write_card(
+        CardFacts(manifest=manifest, places=places, license="apache-2.0", weight_bytes=12345, dtype="bfloat16")
+    )

@@ -9,6 +9,7 @@ import click
 from angelspec import __version__
 from angelspec.cli.bench_commands import bench
 from angelspec.cli.checkpoint_commands import checkpoint
+from angelspec.cli.clean_commands import clean
 from angelspec.cli.data_commands import data
 from angelspec.cli.doctor_commands import doctor
 from angelspec.cli.evaluate_commands import evaluate
@@ -34,7 +35,7 @@ def cli() -> None:
     """Train, measure, serve and publish speculative-decoding drafters."""
 
 
-for command in (recipe, evaluate, data, checkpoint, publish, pull, bench, doctor):
+for command in (recipe, evaluate, data, checkpoint, publish, pull, bench, doctor, clean):
     cli.add_command(command)
 
 

@@ -91,7 +91,9 @@ def judge(error: BaseException, *, doing: str, place: str, tokens: Sequence[str]
         return Failure(ContentRefused(f"{place}: the hub refuses the card's metadata", mend="mend README.md"))
     if "LFS batch API returned errors" in texts:
         words = redact(texts[texts.index("LFS batch API") :], tokens)[:_LONGEST_WORDS]
-        return Failure(ContentRefused(f"{place}: the hub does not take a large file ({words})", mend="see what it says"))
+        return Failure(
+            ContentRefused(f"{place}: the hub does not take a large file ({words})", mend="see what it says")
+        )
     if names & {"FileIntegrityError", "FileSizeMismatchError"} or "Consistency check failed" in texts:
         return Failure(
             IntegrityError(

@@ -63,6 +63,10 @@ class HuggingFace:
     def snapshot(self, name: str, revision: str | None) -> str:
         try:
             found = self._api.model_info(name, revision=revision).sha
+        except RepositoryNotFoundError as error:  # also what is answered to who may not see it
+            raise NotOnHub(
+                f"hf:{name} does not exist, or is private", mend="check the name; a private one needs HF_TOKEN"
+            ) from error
         except RevisionNotFoundError as error:
             found = self._commit_beginning_with(name, revision)
             if found is None:

@@ -117,6 +117,8 @@ def _fetch(
     partial.mkdir(parents=True, exist_ok=True)
     _need_room(partial, sum(file.size for file in files.values()))
     for path, file in files.items():
+        if not _wrong(partial, {path: file}):
+            continue  # an earlier attempt fetched it
         say(f"{repository}: {path}, {file.size / 1e6:.1f} MB")
         patiently(
             f"fetch {path}",

@@ -75,6 +75,28 @@ def find_drafter(
     return _fetch(entry.places, entry, name=entry.name, output=output, check=check, say=say)
 
 
+def on_this_machine(text: str, *, registry: Registry | None = None) -> Path | None:
+    """Where a drafter lies already, by the same names as ``find_drafter`` takes; None: it would have to be fetched.
+
+    Raises:
+        HubError: a repository's name that is none.
+    """
+    path = Path(text).expanduser()
+    if path.exists():
+        return path
+    registry = registry or load_registry()
+    if names_a_hub(text):
+        repository = Repository.parse(text)
+        return cached(_pinned(repository, registry.find(repository.name), lambda text: None))
+    entry = registry.find(text)
+    if entry is None:
+        return None
+    shipped = resource_folder("checkpoints") / entry.folder if entry.folder is not None else None
+    if shipped is not None and shipped.is_dir():
+        return shipped
+    return next((folder for folder in map(cached, entry.places) if folder is not None), None)
+
+
 def _pinned(repository: Repository, entry: RegisteredDrafter | None, say: Say) -> Repository:
     if entry is None or repository.revision is not None:
         return repository

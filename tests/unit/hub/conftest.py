@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hub_builders import exported_drafter
+from hub_builders import exported_drafter, plain_card
 from hub_servers import SERVERS, LoopbackHub, start
 from huggingface_hub import constants
 from huggingface_hub.utils import disable_progress_bars
 
-from angelspec.hub.card import CardFacts, write_card
 from angelspec.hub.publish import Publication, prepare
+
 
 @pytest.fixture(autouse=True)
 def _surroundings(tmp_path, monkeypatch):
@@ -34,6 +35,11 @@ def waits(monkeypatch) -> list[float]:
     """Seconds that would have been slept, by us and by the clients."""
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
+    with suppress(ImportError):
+        from modelscope_hub import _download
+
+        monkeypatch.setattr(_download, "DOWNLOAD_RETRY_MAX_DELAY_SECONDS", 0)
+        monkeypatch.setattr(_download, "DOWNLOAD_INTEGRITY_RETRY_BACKOFF", 0.0)
     return slept
 
 
@@ -65,13 +71,3 @@ def publication(drafter) -> Iterator[Publication]:
     """Staged and checked as far as that needs no drafter."""
     with prepare(drafter, license="apache-2.0", base_model=None, write_card=plain_card, checks={}) as made:
         yield made
-
-
-def plain_card(folder, manifest) -> str:
-    """The card of a repository alice/tiny, without report."""
-    from angelspec.core.repositories import Repository
-
-    places = (Repository("hf", "alice/tiny"), Repository("modelscope", "alice/tiny"))
-    return write_card(
-        CardFacts(manifest=manifest, places=places, license="apache-2.0", weight_bytes=12345, dtype="bfloat16")
-    )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from hub_servers import SIGNATURE, LoopbackHub
+from hub_servers import SERVERS, SIGNATURE, LoopbackHub
 
 from angelspec.core.repositories import Repository
 from angelspec.hub.patience import ATTEMPTS
@@ -139,10 +139,11 @@ TABLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.what)
+CASES = [(row, kind) for row in TABLE for kind in SERVERS if row.only in (None, kind)]
+
+
+@pytest.mark.parametrize(("row", "hub"), CASES, ids=[f"{kind}: {row.what}" for row, kind in CASES], indirect=["hub"])
 def test_table(row, hub, publication, waits, monkeypatch, capfd):
-    if row.only not in (None, hub.kind):
-        pytest.skip(f"of {row.only} only")
     row.arrange(hub, monkeypatch)
     said: list[str] = []
     destination = Destination(Repository(hub.kind, NAME))
