@@ -53,8 +53,8 @@ def manifest_of(recipe: Recipe, **changes) -> DrafterManifest:
         ),
         "recipe": recipe,
         "training": TrainingRecord(
-            steps=30, supervised_positions=1000, target_tokens=2000, stages=(TrainedStage(name="cold-start", steps=30),),
-            workloads={"code": 4, "chat": 3},
+            steps=30, supervised_positions=1000, target_tokens=2000,
+            stages=(TrainedStage(name="cold-start", steps=30),), workloads={"code": 4, "chat": 3},
         ),
         "acceptance": acceptance,
         "report_files": ("report.json", "report.md"),

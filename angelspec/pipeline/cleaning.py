@@ -1,7 +1,7 @@
-"""``angelspec clean``: what old runs and caches take on the disk, and their removal, one at a time and never by surprise.
+"""``angelspec clean``: what old runs and caches take on the disk, and their removal, never by surprise.
 
-Only what angelspec can have made is listed: runs, stages of runs, converted targets, pulled drafters. What somebody else
-still names (a run its stages, a pointer its drafter, the registry a drafter, a recipe its target) says by whom.
+Only what angelspec can have made is listed: runs, stages of runs, converted targets, pulled drafters. What is still
+named (stages by a run, a drafter by a pointer or the registry, a target by a recipe) says by whom.
 """
 
 from __future__ import annotations

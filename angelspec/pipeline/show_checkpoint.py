@@ -17,6 +17,9 @@ from angelspec.drafters.checkpoint import examine_checkpoint
 from angelspec.hub.resolve import on_this_machine
 from angelspec.pipeline.progress import table_console
 
+_SHOWN = ("block_size", "sample_from_anchor", "mask_token_id", "target_layer_ids", "num_layers", "num_depths")
+"""Keys of a drafter's configuration that a person wants to see."""
+
 
 def registry_rows(registry: Registry) -> list[dict[str, Any]]:
     """The registered drafters as plain data, with where each lies."""

@@ -117,7 +117,7 @@ def test_files_without_a_listed_hash_are_read_back_whole(monkeypatch, publicatio
     hub.tells_hashes = False
     (outcome,) = go(publication, to(hub))
     assert outcome.state == "published", outcome.detail
-    assert {path for path in PUBLISHED} == {
+    assert set(PUBLISHED) == {
         re.search(r"FilePath=([^&]+)", request.path)[1].replace("%2F", "/") for request in hub.asked("FilePath")
     }
     hub.corrupt.add("config.json")
