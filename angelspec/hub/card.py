@@ -116,22 +116,24 @@ def _arguments(manifest: DrafterManifest) -> str:
 def _opening(facts: CardFacts) -> str:
     manifest = facts.manifest
     proposals = manifest.drafter.num_proposals
+    tokens = f"{proposals} token{'s' if proposals > 1 else ''}"
     others = [mode for mode in mode_family(manifest.target.mode_family).modes if mode != manifest.mode]
     warning = (
-        f"> In {' or '.join(others)} mode the answers stay right, but fewer proposals are accepted, and it may not\n"
-        "> pay: use a drafter of that mode there."
+        f" In {' or '.join(others)} mode the answers stay right, but fewer proposals are accepted, and it may not pay: "
+        "use a drafter of that mode there."
         if others
         else ""
     )
-    return f"""# {facts.name}
-
-A {_algorithm(manifest)} **draft model for {_target(facts)}**, for speculative decoding. It is no language model of its
-own: at every step it proposes {proposals} token{"s" if proposals > 1 else ""}, and the target checks them all in one
-pass. The answers are the target's own; only their speed changes.
-
-> **Thinking mode: {manifest.mode}** ({_arguments(manifest)}). It was trained on the target's answers in this mode only.
-{warning}
-"""
+    what = (
+        f"A {_algorithm(manifest)} **draft model for {_target(facts)}**, for speculative decoding. It is no language "
+        f"model of its own: at every step it proposes {tokens}, and the target checks them all in one pass. The "
+        "answers are the target's own; only their speed changes."
+    )
+    mode = (
+        f"> **Thinking mode: {manifest.mode}** ({_arguments(manifest)}). It was trained on the target's answers in "
+        f"this mode only.{warning}"
+    )
+    return f"# {facts.name}\n\n{what}\n\n{mode}\n"
 
 
 def _use(facts: CardFacts) -> str:
@@ -183,7 +185,7 @@ def _facts(facts: CardFacts) -> str:
         ("weights", f"{facts.dtype}, {facts.weight_bytes / 1e6:.1f} MB, without the target's embedding and head"),
         ("angelspec", manifest.angelspec_version),
     ]
-    return "## Facts\n\n" + table(("", ""), rows, left=2)
+    return "## Facts\n\n" + table(("fact", "value"), rows, left=2)
 
 
 def _public(source: str) -> str:
@@ -277,15 +279,16 @@ def _training(facts: CardFacts) -> str:
     documents = ", ".join(f"{count:,} {workload}" for workload, count in training.workloads.items())
     documents = f" in {documents} documents" if documents else ""
     start = f" It started from `{_public(training.initial_checkpoint)}`." if training.initial_checkpoint else ""
-    return f"""## Training
-
-Data: {sources}. {answers} Prompts that share {data.decontaminate_tokens} tokens in a row with an evaluation example
-were dropped.
-
-{training.target_tokens:,} supervised target tokens{documents}; {training.supervised_positions:,} proposals entered
-the loss in {training.steps:,} steps: {stages or "one stage"}.{start} The whole resolved recipe
-(`{manifest.recipe.name}`) is in `angelspec_manifest.json`.
-"""
+    data_text = (
+        f"Data: {sources}. {answers} Prompts that share {data.decontaminate_tokens} tokens in a row with an evaluation "
+        "example were dropped."
+    )
+    steps_text = (
+        f"{training.target_tokens:,} supervised target tokens{documents}; {training.supervised_positions:,} proposals "
+        f"entered the loss in {training.steps:,} steps: {stages or 'one stage'}.{start} The whole resolved recipe "
+        f"(`{manifest.recipe.name}`) is in `angelspec_manifest.json`."
+    )
+    return f"## Training\n\n{data_text}\n\n{steps_text}\n"
 
 
 def _limits(facts: CardFacts) -> str:
@@ -296,19 +299,32 @@ def _limits(facts: CardFacts) -> str:
         f"It knows {facts.manifest.mode} answers only.",
         "Figures hold for the prompts, lengths and temperatures that were measured; languages and subjects that are "
         "not in the training data are drafted worse.",
+        *_below_lookup(facts.manifest.acceptance),
         *notes,
     ]
     return "## Limits\n\n" + "".join(f"- {line}\n" for line in lines)
 
 
+def _below_lookup(cells: Sequence[MeasuredAcceptance]) -> list[str]:
+    """Where copying the prompt is as good: a drafter that does not say so is overrated."""
+    worse = []
+    for cell in cells:
+        ours = cell.finished.mean_accepted_length
+        lookup = cell.lookup_finished.mean_accepted_length if cell.lookup_finished is not None else None
+        if ours is not None and lookup is not None and ours <= lookup:
+            worse.append(f"{cell.suite} at temperature {cell.temperature:g} ({ours:.2f} against {lookup:.2f})")
+    return (
+        [f"It accepts no more than prompt lookup, a drafter without weights, on {', '.join(worse)}."] if worse else []
+    )
+
+
 def _license(facts: CardFacts) -> str:
     target = facts.target_license or "see its own card"
-    return f"""## Licence
-
-This drafter: {facts.license} (see `LICENSE`). The target, without which it is of no use: {target}.
-
-Made with angelspec from the recipe `{facts.manifest.recipe.name}`; the method is that of arXiv 2607.25852.
-"""
+    return (
+        f"## Licence\n\nThis drafter: {facts.license} (see `LICENSE`). The target, without which it is of no use: "
+        f"{target}.\n\nMade with angelspec from the recipe `{facts.manifest.recipe.name}`; the method is that of arXiv "
+        "2607.25852.\n"
+    )
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -318,7 +334,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
     rule = "|" + "|".join("---" if index < left else "---:" for index in range(len(columns))) + "|"
-    return "\n".join([line(columns), rule, *map(line, rows), ""]) + "\n"
+    return "\n".join([line(columns), rule, *map(line, rows), ""])
 
 
 def _number(value: float | None) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from angelspec.core.errors import CheckpointError, HubError
+from angelspec.core.errors import AngelspecError, CheckpointError
 from angelspec.core.files import write_text_atomic
 from angelspec.core.locations import license_file
 from angelspec.core.manifest import DrafterManifest
@@ -60,7 +60,7 @@ class Outcome:
     destination: Destination
     state: Literal["published", "unchanged", "failed"]
     detail: str
-    error: HubError | None = None
+    error: AngelspecError | None = None
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def publish(
         try:
             with quiet_clients():
                 outcomes.append(_publish_to(publication, destination, message=message, say=say))
-        except HubError as error:
+        except AngelspecError as error:
             outcomes.append(Outcome(destination, "failed", str(error), error))
     return outcomes
 

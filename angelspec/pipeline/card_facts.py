@@ -72,7 +72,7 @@ def card_facts(
         dtype=str(read_json(folder / "config.json").get("dtype", "unknown")),
         base_model=base,
         target_license=target_license(manifest),
-        library=next((engine.split()[0].lower() for engine in engines), None),
+        library=next((engine.lower() for engine in engines if " " not in engine), "angelspec"),
         serve=tuple(
             ServeLine(_with_version(instruction.engine), instruction.command, instruction.note)
             for instruction in instructions
@@ -116,7 +116,13 @@ def _measurement(folder: Path, *, drafter: str) -> Measurement | None:
         definitions=report.definitions,
         notes=report.notes,
         speed=tuple(
-            SpeedLine(line.suite, line.temperature, line.tokens_per_second, line.plain_tokens_per_second)
+            SpeedLine(
+                line.suite,
+                line.temperature,
+                line.tokens_per_second,
+                line.plain_tokens_per_second,
+                concurrency=min(settings.batch_size, line.prompts),
+            )
             for line in report.speed
             if line.proposer == drafter
         ),

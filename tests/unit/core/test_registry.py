@@ -52,7 +52,8 @@ def test_the_schema_is_up_to_date():
     written = (CHECKPOINTS / "registry.schema.json").read_text(encoding="utf-8")
     assert written == registry_schema(), "run: angelspec checkpoint schema > checkpoints/registry.schema.json"
     assert set(json.loads(written)["$defs"]["RegisteredDrafter"]["required"]) >= {"name", "target", "mode", "loading"}
-    assert (CHECKPOINTS / "registry.yaml").read_text().startswith("# yaml-language-server: $schema=registry.schema.json")
+    first = (CHECKPOINTS / "registry.yaml").read_text().splitlines()[0]
+    assert first == "# yaml-language-server: $schema=registry.schema.json"
 
 
 def test_found_by_name_and_by_repository():
@@ -112,7 +113,9 @@ def test_repositories_are_written_as_they_are_read(text):
     assert str(Repository.parse(text)) == text
 
 
-@pytest.mark.parametrize("name", ["a//b", "a", "a/b/c", "-a/b", "a/b-", "a/b.", "a/b--c", "a/b..c", "a/" + "x" * 97, "ä/b"])
+@pytest.mark.parametrize(
+    "name", ["a//b", "a", "a/b/c", "-a/b", "a/b-", "a/b.", "a/b--c", "a/b..c", "ä/b", f"a/{'x' * 97}"]
+)
 def test_what_is_no_repository(name):
     assert not is_repository_name(name)
     with pytest.raises(HubError, match="no ORG/NAME"):

@@ -96,6 +96,16 @@ def test_says(words):
     assert " ".join(words.split()) in " ".join(card().split())
 
 
+def test_says_where_copying_the_prompt_is_as_good():
+    recipe = load_recipe("smollm2-dfly-nothink")
+    assert "no more than prompt lookup" not in card()
+    cells = [cell.model_copy(update={"lookup_finished": cell.finished}) for cell in manifest_of(recipe).acceptance]
+    worse = card(manifest=manifest_of(recipe, acceptance=tuple(cells)))
+    assert (
+        "no more than prompt lookup, a drafter without weights, on a at temperature 0 (2.50 against 2.50), b" in worse
+    )
+
+
 def test_says_what_is_not_known():
     bare = card(base_model=None, target_license=None, library=None, serve=(), measurement=None, plots={})
     assert "No released engine serves this drafter yet" in bare

@@ -1,4 +1,4 @@
-"""The commands: dry run without a request, the question before publishing, exit codes, names wherever a drafter is asked."""
+"""The commands: a dry run without a request, the question before publishing, exit codes, drafters by name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def test_a_dry_run_makes_no_request_and_shows_everything(tree, tmp_path, no_netw
     result = run("publish", tree, "--to", "hf:alice/tiny", "--to", "modelscope:alice/tiny", "--dry-run")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    shown = {line.split()[2]: line.split()[:2] for line in lines if len(line.split()) == 3 and len(line.split()[1]) == 64}
+    shown = {
+        line.split()[2]: line.split()[:2] for line in lines if len(line.split()) == 3 and len(line.split()[1]) == 64
+    }
     assert tuple(sorted(shown)) == PUBLISHED
     content = (tree / "model.safetensors").read_bytes()
     assert shown["model.safetensors"] == [f"{len(content):,}", hashlib.sha256(content).hexdigest()]
@@ -131,6 +133,10 @@ def not_finite(tree):
     save_file(tensors, tree / "model.safetensors")
 
 
+def cut_weights(tree):
+    (tree / "model.safetensors").write_bytes((tree / "model.safetensors").read_bytes()[:-9])
+
+
 def other_block_size(tree):
     config = json.loads((tree / "config.json").read_text())
     config["block_size"] = 6
@@ -142,8 +148,7 @@ BAD = [
     ("a value that is not finite", not_finite, "non-finite: context_proj.weight"),
     ("another block size", other_block_size, "block_size"),
     ("weights of zero bytes", broken("model.safetensors", b""), "model.safetensors is empty"),
-    ("cut weights", lambda tree: (tree / "model.safetensors").write_bytes((tree / "model.safetensors").read_bytes()[:-9]),
-     "model.safetensors"),
+    ("cut weights", cut_weights, "model.safetensors"),
     ("a broken card", broken("README.md", b"---\na: [\n---\n"), "no YAML"),
     ("no config", lambda tree: (tree / "config.json").unlink(), "config.json is missing"),
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 from hub_builders import PUBLISHED
@@ -110,6 +111,29 @@ def test_each_destination_reports_for_itself(both, publication):
     assert [outcome.error.exit_code for outcome in outcomes] == [3, 4]
     assert exit_code(outcomes) == 1
     assert exit_code([]) == 0
+
+
+def test_a_client_that_is_not_installed_stops_its_own_destination_only(both, publication, monkeypatch):
+    monkeypatch.setitem(sys.modules, "modelscope_hub", None)
+    monkeypatch.delitem(sys.modules, "angelspec.hub.modelscope", raising=False)
+    outcomes = go(publication, to(both["modelscope"]), to(both["hf"]))
+    assert [outcome.state for outcome in outcomes] == ["failed", "published"]
+    assert "pip install 'angelspec[modelscope]'" in outcomes[0].detail and exit_code(outcomes) == 2
+
+
+def test_a_commit_that_we_have_not_seen_is_not_built_upon(both, publication):
+    hub = both["hf"]
+    repository = hub.add(NAME)
+    real = hub._preupload
+
+    def meanwhile(request, query, name, revision):
+        repository.commit("main", {"README.md": b"theirs"}, "somebody else")
+        return real(request, query, name, revision)
+
+    hub._preupload = meanwhile
+    (outcome,) = go(publication, to(hub))
+    assert isinstance(outcome.error, ContentRefused) and "changed the repository meanwhile" in outcome.detail
+    assert repository.tree("main") == {"README.md": b"theirs"}
 
 
 def test_files_without_a_listed_hash_are_read_back_whole(monkeypatch, publication):

@@ -40,7 +40,8 @@ def disk(tmp_path, monkeypatch):
     put(tmp_path / "runs" / "done" / "drafter" / "config.json", 100, days=40)
     put(tmp_path / "runs" / "tried" / "recipe.yaml", 700, days=40)
     put(tmp_path / "runs" / "thesis" / "chapter.tex", 9000, days=400)
-    write_json_atomic(tmp_path / "runs" / "done" / "stages.json", {"train": {"folder": str(store / ("train-" + "b" * 16))}})
+    stages = {"train": {"folder": str(store / ("train-" + "b" * 16))}}
+    write_json_atomic(tmp_path / "runs" / "done" / "stages.json", stages)
     cache = tmp_path / "cache"
     drafters = cache / "drafters" / "hf" / "alice"
     put(drafters / "tiny@0123456789ab" / "model.safetensors", 4000, days=10)
