@@ -116,6 +116,7 @@ def _arguments(manifest: DrafterManifest) -> str:
 def _opening(facts: CardFacts) -> str:
     manifest = facts.manifest
     proposals = manifest.drafter.num_proposals
+    article = "An" if manifest.algorithm == "mtp" else "A"
     tokens = f"{proposals} token{'s' if proposals > 1 else ''}"
     others = [mode for mode in mode_family(manifest.target.mode_family).modes if mode != manifest.mode]
     warning = (
@@ -125,9 +126,9 @@ def _opening(facts: CardFacts) -> str:
         else ""
     )
     what = (
-        f"A {_algorithm(manifest)} **draft model for {_target(facts)}**, for speculative decoding. It is no language "
-        f"model of its own: at every step it proposes {tokens}, and the target checks them all in one pass. The "
-        "answers are the target's own; only their speed changes."
+        f"{article} {_algorithm(manifest)} **draft model for {_target(facts)}**, for speculative decoding. It is no "
+        f"language model of its own: at every step it proposes {tokens}, and the target checks them all in one pass. "
+        "The answers are the target's own; only their speed changes."
     )
     mode = (
         f"> **Thinking mode: {manifest.mode}** ({_arguments(manifest)}). It was trained on the target's answers in "
@@ -203,8 +204,9 @@ def _measured(facts: CardFacts) -> str:
     temperatures = sorted({item.temperature for item in manifest.acceptance})
     lines = ["## Measured", "", "Accepted length by real speculative decoding, finished answers:", ""]
     lines += [_length_table(manifest.acceptance, temperatures)]
-    lines += ["Share of full-depth steps whose proposals 1 to k were all accepted (p_k), all suites:", ""]
-    lines += [_position_table(manifest.acceptance, temperatures)]
+    if any(item.finished.full_depth_steps for item in manifest.acceptance):
+        lines += ["Share of full-depth steps whose proposals 1 to k were all accepted (p_k), all suites:", ""]
+        lines += [_position_table(manifest.acceptance, temperatures)]
     if measured is not None:
         lines += _speed(measured)
     for caption, path in facts.plots.items():

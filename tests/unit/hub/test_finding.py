@@ -73,6 +73,19 @@ def test_a_hub_out_of_reach_is_replaced_by_the_cache(hub, waits):
         find_drafter(f"{hub.kind}:alice/other", registry=registry())
 
 
+def test_offline_the_cache_serves_without_a_wait(both, monkeypatch, waits):
+    from huggingface_hub import constants
+
+    both["hf"].add("alice/tiny", files=FILES)
+    first = find_drafter("hf:alice/tiny", registry=registry())
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    asked = len(both["hf"].requests)
+    assert find_drafter("hf:alice/tiny", registry=registry()).folder == first.folder
+    with pytest.raises(HubUnavailable, match="HF_HUB_OFFLINE forbids"):
+        find_drafter("hf:alice/other", registry=registry())
+    assert (len(both["hf"].requests), waits) == (asked, [])
+
+
 def test_mirrors_are_tried_in_turn(both):
     both["modelscope"].add("bob/tiny", files=FILES)
     known = registry("name: alice/tiny, repository: 'hf:alice/tiny', mirrors: ['modelscope:bob/tiny']")
