@@ -1,4 +1,4 @@
-"""``angelspec checkpoint``: what is wrong with a drafter, and its other dialects."""
+"""``angelspec checkpoint``: what a drafter is, what is wrong with it, its other dialects, and the registry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,39 @@ import click
 
 @click.group()
 def checkpoint() -> None:
-    """Check and convert drafter checkpoints."""
+    """Show, check and convert drafter checkpoints."""
+
+
+@checkpoint.command("show")
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show_command(name: str | None, as_json: bool) -> None:
+    """Show the drafter NAME (a path, hf:ORG/NAME, modelscope:ORG/NAME or a registered name), or all registered ones.
+
+    Nothing is fetched.
+    """
+    from angelspec.core.registry import load_registry
+    from angelspec.pipeline import show_checkpoint as showing
+
+    if name is None:
+        if as_json:
+            click.echo(json.dumps(showing.registry_rows(load_registry()), indent=2, ensure_ascii=False))
+        else:
+            showing.print_registry(load_registry())
+        return
+    facts = showing.checkpoint_facts(name)
+    if as_json:
+        click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+    else:
+        showing.print_facts(facts)
+
+
+@checkpoint.command("schema")
+def schema_command() -> None:
+    """Print the JSON schema of the registry (checkpoints/registry.schema.json)."""
+    from angelspec.core.registry import registry_schema
+
+    click.echo(registry_schema(), nl=False)
 
 
 @checkpoint.command("check")

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import click
 
+from angelspec.cli.drafters import find
+
 
 @click.command()
-@click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("checkpoints", nargs=-1, required=True)
 @click.option(
     "--prompts",
     "prompts",
@@ -38,7 +40,7 @@ import click
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Folder for JSON, Markdown and plots.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def evaluate(
-    checkpoints: tuple[Path, ...],
+    checkpoints: tuple[str, ...],
     prompts: tuple[str, ...],
     temperatures: tuple[float, ...],
     limit: int | None,
@@ -52,11 +54,14 @@ def evaluate(
     output: Path | None,
     quiet: bool,
 ) -> None:
-    """Compare CHECKPOINTS with each other, with prompt lookup and with plain decoding."""
+    """Compare CHECKPOINTS with each other, with prompt lookup and with plain decoding.
+
+    A checkpoint is a folder, hf:ORG/NAME[@REVISION], modelscope:ORG/NAME[@REVISION], or a registered name.
+    """
     from angelspec.pipeline.evaluate_run import evaluate_checkpoints
 
     evaluate_checkpoints(
-        checkpoints,
+        [find(checkpoint).folder for checkpoint in checkpoints],
         prompts=prompts,
         temperatures=temperatures or None,
         limit=limit,

@@ -18,6 +18,7 @@ from angelspec.core.errors import MissingRequirement, TargetError, suggest
 from angelspec.core.files import read_json, write_json_atomic
 from angelspec.core.fingerprint import file_sha256, fingerprint
 from angelspec.core.locations import cache_folder
+from angelspec.core.repositories import is_repository_name
 
 SCHEMES = ("folder", "hf", "modelscope", "wheel", "random")
 TEMPLATE_FOLDER = Path(__file__).resolve().parent / "templates"
@@ -69,7 +70,7 @@ def parse_source(source: str) -> Source:
         raise TargetError(f"target source '{source}' is incomplete", mend=_GRAMMAR)
     if scheme in ("hf", "modelscope"):
         location, _, revision = rest.partition("@")
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", location):
+        if not is_repository_name(location):
             raise TargetError(f"target source '{source}' needs ORG/NAME after '{scheme}:'", mend=_GRAMMAR)
         return Source(scheme, location, revision or None)
     if scheme == "wheel":
