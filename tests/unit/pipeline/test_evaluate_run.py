@@ -92,10 +92,10 @@ def test_the_break_even_needs_an_mtp_drafter_and_says_so_before_anything_is_load
         (["--breakeven", "--breakeven-batch", "2", "--breakeven-batch", "8"], (2, 8)),
     ],
 )
-def test_the_commands_batch_sizes(monkeypatch, options, expected):
+def test_the_commands_batch_sizes(tmp_path, monkeypatch, options, expected):
     received = {}
     monkeypatch.setattr(evaluate_run, "evaluate_checkpoints", lambda checkpoints, **given: received.update(given))
-    result = CliRunner().invoke(cli, ["evaluate", "some/drafter", *options])
+    result = CliRunner().invoke(cli, ["evaluate", str(tmp_path), *options])
     assert result.exit_code == 0, result.output
     assert received["breakeven"] == expected
-    assert CliRunner().invoke(cli, ["evaluate", "some/drafter", "--breakeven-batch", "0"]).exit_code == 2
+    assert CliRunner().invoke(cli, ["evaluate", str(tmp_path), "--breakeven-batch", "0"]).exit_code == 2
