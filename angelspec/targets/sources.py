@@ -18,6 +18,7 @@ from angelspec.core.errors import MissingRequirement, TargetError, suggest
 from angelspec.core.files import read_json, write_json_atomic
 from angelspec.core.fingerprint import file_sha256, fingerprint
 from angelspec.core.locations import cache_folder
+from angelspec.core.network import transport_errors
 from angelspec.core.repositories import is_repository_name
 
 SCHEMES = ("folder", "hf", "modelscope", "wheel", "random")
@@ -282,7 +283,6 @@ def building(folder: Path, *, record: dict[str, Any]) -> Iterator[Path]:
 
 
 def _fetch_hugging_face(source: Source, *, trust_remote_code: bool, say: Progress) -> Path:
-    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -310,7 +310,7 @@ def _fetch_hugging_face(source: Source, *, trust_remote_code: bool, say: Progres
         raise TargetError(
             f"{source}: no such repository (or it is private)", mend="check ORG/NAME, or log in (hf auth login)"
         ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, HfHubHTTPError, *transport_errors()) as error:
         if cached is not None and not folder_problems(cached):
             say(f"{source}: the hub cannot be reached; using the cached snapshot {cached.name}")
             return cached
