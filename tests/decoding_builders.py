@@ -40,7 +40,7 @@ def small_target(*, vocab_size=32, seed=0, sharpness=3.0, num_layers=2, stop_tok
 class ScriptedProposer:
     """Proposes what ``script(history) -> tokens`` says, and checks the loop's side of the protocol meanwhile.
 
-    Features are compared, as they arrive, with those of one forward over each row's whole history.
+    Features and last hidden states are compared, as they arrive, with one forward's over each row's whole history.
     """
 
     name = "scripted"
@@ -61,7 +61,7 @@ class ScriptedProposer:
         for row in rows.tolist():
             self.seen[row] = []
 
-    def observe(self, rows, *, tokens_BT, positions_BT, taps_BTF, counts_B):
+    def observe(self, rows, *, tokens_BT, positions_BT, taps_BTF, hidden_BTD, counts_B):
         for index, row in enumerate(rows.tolist()):
             count = int(counts_B[index])
             assert positions_BT[index, :count].tolist() == list(
@@ -70,8 +70,9 @@ class ScriptedProposer:
             self.seen[row] += tokens_BT[index, :count].tolist()
             assert len(self.seen[row]) <= self.capacity
             if self.layer_ids:
-                whole = self.target.forward(torch.tensor([self.seen[row]]), layer_ids=self.layer_ids).taps_BTF[0]
-                torch.testing.assert_close(taps_BTF[index, :count], whole[-count:], atol=1e-4, rtol=1e-4)
+                whole = self.target.forward(torch.tensor([self.seen[row]]), layer_ids=self.layer_ids)
+                for arrived, true in ((taps_BTF, whole.taps_BTF), (hidden_BTD, whole.hidden_BTD)):
+                    torch.testing.assert_close(arrived[index, :count], true[0, -count:], atol=1e-4, rtol=1e-4)
                 self.checked_features += count
 
     def propose(self, rows, *, histories, last_token_B, position_B):

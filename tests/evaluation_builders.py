@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from angelspec.core.acceptance import count_steps
 from angelspec.decoding.answers import COMPONENTS
-from angelspec.evaluation.report import DrafterFacts, Machine, Report, SuiteFacts, TargetFacts
+from angelspec.evaluation.machine import Machine
+from angelspec.evaluation.report import DrafterFacts, Report, SuiteFacts, TargetFacts
 from angelspec.evaluation.results import (
     AnswerGroup,
     ExactnessResult,
@@ -27,14 +28,23 @@ def _group(accepted, depth, *, answers):
     return total
 
 
-def small_report(*, steps=None, lookup_steps=None, drafters=("dfly", "prompt lookup")) -> Report:
-    """Two finished answers and an unfinished one per suite and drafter, at temperature 0."""
+def _kind(drafter):
+    return "lookup" if drafter == "prompt lookup" else "mtp" if drafter.startswith("mtp") else "block"
+
+
+def small_report(*, steps=None, lookup_steps=None, mtp_steps=None, drafters=("dfly", "prompt lookup")) -> Report:
+    """Two finished answers and an unfinished one per suite and drafter, at temperature 0.
+
+    Steps are, per suite, (accepted proposals by step, depth): ``steps`` of the drafters that are not named otherwise.
+    Drafters whose name begins with mtp are of that family.
+    """
     steps = steps or {"a": ([2, 1, 0, 3], 3), "b": ([1, 1, 2, 0], 3)}
     lookup_steps = lookup_steps or {name: ([1, 0, 0, 0], depth) for name, (_, depth) in steps.items()}
+    by_kind = {"block": steps, "lookup": lookup_steps, "mtp": mtp_steps or steps}
     results, speed = [], []
     for suite in steps:
         for drafter in drafters:
-            accepted, depth = (lookup_steps if drafter == "prompt lookup" else steps)[suite]
+            accepted, depth = by_kind[_kind(drafter)][suite]
             groups = WorkloadGroups(
                 workload="code",
                 finished=_group(accepted, depth, answers=2),
@@ -65,7 +75,6 @@ def small_report(*, steps=None, lookup_steps=None, drafters=("dfly", "prompt loo
                     plain_seconds=4.0,
                 )  # fmt: skip
             )
-    depths = {name: depth for name, (_, depth) in steps.items()}
     return Report(
         title="small",
         created="2026-01-01T00:00:00+00:00",
@@ -78,8 +87,8 @@ def small_report(*, steps=None, lookup_steps=None, drafters=("dfly", "prompt loo
             DrafterFacts(
                 name=name,
                 description=f"the {name} of a test",
-                depth=max(depths.values()),
-                identity={"kind": "lookup" if name == "prompt lookup" else "block", "digest": name},
+                depth=max(depth for _, depth in by_kind[_kind(name)].values()),
+                identity={"kind": _kind(name), "digest": name},
             )  # fmt: skip
             for name in drafters
         ),

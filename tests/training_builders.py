@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from angelspec.core.drafter_config import BlockDrafterConfig
+from angelspec.core.drafter_config import BlockDrafterConfig, MoeConfig, MtpDrafterConfig
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.objective import Objective
 from angelspec.core.recipe import OptimizerSection, TargetSection, TrainingSection, TrainingStage
@@ -17,6 +17,8 @@ from angelspec.core.recipe import OptimizerSection, TargetSection, TrainingSecti
 CE = Objective(ce=1.0, position_weights="d-pace")
 LK = Objective(lk=1.0, position_weights="d-pace")
 E2E = Objective(end_to_end_tv=1.0)
+DEPTHS = Objective(lk=1.0, lk_form="alpha", top_k=150, renormalise=True, slot_weights=(1.0, 0.8, 0.64))
+"""The cold start of MTP's recipes, on a smaller vocabulary."""
 
 
 @dataclass
@@ -65,7 +67,7 @@ def tiny_target():
 
 
 class ToyTarget:
-    """A target without transformers, for processes that should start fast: mixtures of what each token may see."""
+    """A target without transformers, for processes that should start fast: mixtures of each token and those before."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -75,14 +77,15 @@ class ToyTarget:
         self.head_VD = torch.randn(320, 64, generator=generator) * 0.2
         self.mix_LDD = torch.randn(6, 64, 64, generator=generator) / 8
 
-    def forward(self, tokens_BT, *, positions_BT, attention_mask, layer_ids):
-        seen_BTT = attention_mask[:, 0].float() / (1.0 + positions_BT[:, :, None] - positions_BT[:, None, :]).abs()
+    def forward(self, tokens_BT, *, positions_BT, layer_ids):
+        seen_BTT = (1.0 / (1.0 + (positions_BT[:, :, None] - positions_BT[:, None, :]).abs())).tril()
         states, taps = self.embedding_VD[tokens_BT], []
         for layer, mix_DD in enumerate(self.mix_LDD):
             states = torch.tanh(seen_BTT @ states @ mix_DD) + states
             if layer in layer_ids:
                 taps.append(states)
-        return SimpleNamespace(taps_BTF=torch.cat(taps, -1), hidden_BTD=states)
+        taps_BTF = torch.cat(taps, -1) if taps else states[..., :0]
+        return SimpleNamespace(taps_BTF=taps_BTF, hidden_BTD=states)
 
 
 def tiny_config(name: str = "dfly", **changes) -> BlockDrafterConfig:
@@ -101,6 +104,18 @@ def tiny_config(name: str = "dfly", **changes) -> BlockDrafterConfig:
         "block_size": 4, "mask_token_id": 319,
     }  # fmt: skip
     return BlockDrafterConfig(**{**base, **parts, **changes})
+
+
+def mtp_config(mlp: str = "dense", **changes) -> MtpDrafterConfig:
+    """MTP of three depths for the tiny target."""
+    geometry = KNOWN_TARGETS["tiny-llama"].geometry
+    moe = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=24) if mlp == "moe" else None
+    base = {
+        "mlp": mlp, "moe": moe, "num_depths": 3, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4,
+        "num_kv_heads": 2, "head_dim": 16, "vocab_size": geometry.vocab_size, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 1024, "rope": geometry.rope, "target_hidden_size": 64, "target_num_layers": 6,
+    }  # fmt: skip
+    return MtpDrafterConfig(**{**base, **changes})
 
 
 def section(*, objective: Objective = CE, stages=None, **changes) -> TrainingSection:

@@ -28,6 +28,13 @@ def bench() -> None:
     type=click.Choice(["float32", "bfloat16"]),
     help="Precision of the matrix products; may repeat.",
 )
+@click.option(
+    "--reference",
+    type=click.Choice(["dfly", "mtp"]),
+    default="dfly",
+    show_default=True,
+    help="Without RECIPE: the drafter to measure.",
+)
 @click.option("--repeats", type=int, default=5, show_default=True, help="Measured steps; the median is reported.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def train_command(
@@ -36,14 +43,25 @@ def train_command(
     preset: str | None,
     objectives: tuple[str, ...],
     matmuls: tuple[str, ...],
+    reference: str,
     repeats: int,
     as_json: bool,
 ) -> None:
-    """Measure a training step of RECIPE, or of the reference configuration (SmolLM2's geometry, 5 layers, 5 taps)."""
+    """Measure a training step of RECIPE, or of a reference configuration.
+
+    Those have SmolLM2's geometry and a row of 512 tokens: DFly of 5 layers, 5 taps and 64 blocks of 8, or dense MTP of
+    3 depths, on-policy.
+    """
     from angelspec.training.bench import bench_training, print_bench
 
     results = bench_training(
-        recipe_name, overrides=overrides, preset=preset, objectives=objectives, matmuls=matmuls, repeats=repeats
+        recipe_name,
+        overrides=overrides,
+        preset=preset,
+        objectives=objectives,
+        matmuls=matmuls,
+        reference=reference,
+        repeats=repeats,
     )
     if as_json:
         import json

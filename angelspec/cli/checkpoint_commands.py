@@ -1,4 +1,4 @@
-"""``angelspec checkpoint``: what is wrong with a drafter, and its other dialects."""
+"""``angelspec checkpoint``: what a drafter is, what is wrong with it, its other dialects, and the registry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,39 @@ import click
 
 @click.group()
 def checkpoint() -> None:
-    """Check and convert drafter checkpoints."""
+    """Show, check and convert drafter checkpoints."""
+
+
+@checkpoint.command("show")
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show_command(name: str | None, as_json: bool) -> None:
+    """Show the drafter NAME (a path, hf:ORG/NAME, modelscope:ORG/NAME or a registered name), or all registered ones.
+
+    Nothing is fetched.
+    """
+    from angelspec.core.registry import load_registry
+    from angelspec.pipeline import show_checkpoint as showing
+
+    if name is None:
+        if as_json:
+            click.echo(json.dumps(showing.registry_rows(load_registry()), indent=2, ensure_ascii=False))
+        else:
+            showing.print_registry(load_registry())
+        return
+    facts = showing.checkpoint_facts(name)
+    if as_json:
+        click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+    else:
+        showing.print_facts(facts)
+
+
+@checkpoint.command("schema")
+def schema_command() -> None:
+    """Print the JSON schema of the registry (checkpoints/registry.schema.json)."""
+    from angelspec.core.registry import registry_schema
+
+    click.echo(registry_schema(), nl=False)
 
 
 @checkpoint.command("check")
@@ -40,8 +72,14 @@ def check_command(path: Path, as_json: bool) -> None:
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--to", "dialect", required=True, help="angelspec, or a public dialect that can express the drafter.")
-def convert_command(path: Path, output: Path, dialect: str) -> None:
+@click.option(
+    "--target",
+    "target_folder",
+    type=click.Path(path_type=Path),
+    help="The target's folder: hy3 keeps its config.json, qwen3 is a full copy of it.",
+)
+def convert_command(path: Path, output: Path, dialect: str, target_folder: Path | None) -> None:
     """Write the drafter PATH to the folder OUTPUT under the tensor and configuration names of another loader."""
     from angelspec.drafters.checkpoint import convert_checkpoint
 
-    click.echo(f"written: {convert_checkpoint(path, output, dialect=dialect)}")
+    click.echo(f"written: {convert_checkpoint(path, output, dialect=dialect, target_folder=target_folder)}")

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import click
 
+from angelspec.cli.drafters import find
+
 
 @click.command()
-@click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("checkpoints", nargs=-1, required=True)
 @click.option(
     "--prompts",
     "prompts",
@@ -25,10 +27,20 @@ import click
 )
 @click.option("--shortlist", type=int, help="Candidates per slot that the hidden correction rescores.")
 @click.option("--cut", type=float, help="D-cut with this share of the proposals kept, for example 0.5.")
+@click.option("--breakeven", is_flag=True, help="Measure what each drafter must reach to match the first MTP drafter.")
+@click.option(
+    "--breakeven-batch",
+    "batches",
+    multiple=True,
+    type=click.IntRange(min=1),
+    default=(1, 4, 16),
+    show_default=True,
+    help="Batch size of the break-even; may repeat.",
+)
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Folder for JSON, Markdown and plots.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def evaluate(
-    checkpoints: tuple[Path, ...],
+    checkpoints: tuple[str, ...],
     prompts: tuple[str, ...],
     temperatures: tuple[float, ...],
     limit: int | None,
@@ -37,14 +49,19 @@ def evaluate(
     target_source: str | None,
     shortlist: int | None,
     cut: float | None,
+    breakeven: bool,
+    batches: tuple[int, ...],
     output: Path | None,
     quiet: bool,
 ) -> None:
-    """Compare CHECKPOINTS with each other, with prompt lookup and with plain decoding."""
+    """Compare CHECKPOINTS with each other, with prompt lookup and with plain decoding.
+
+    A checkpoint is a folder, hf:ORG/NAME[@REVISION], modelscope:ORG/NAME[@REVISION], or a registered name.
+    """
     from angelspec.pipeline.evaluate_run import evaluate_checkpoints
 
     evaluate_checkpoints(
-        checkpoints,
+        [find(checkpoint).folder for checkpoint in checkpoints],
         prompts=prompts,
         temperatures=temperatures or None,
         limit=limit,
@@ -53,6 +70,7 @@ def evaluate(
         target_source=target_source,
         shortlist=shortlist,
         cut=cut,
+        breakeven=batches if breakeven else (),
         output=output,
         quiet=quiet,
     )

@@ -9,9 +9,11 @@ import click
 from angelspec import __version__
 from angelspec.cli.bench_commands import bench
 from angelspec.cli.checkpoint_commands import checkpoint
+from angelspec.cli.clean_commands import clean
 from angelspec.cli.data_commands import data
 from angelspec.cli.doctor_commands import doctor
 from angelspec.cli.evaluate_commands import evaluate
+from angelspec.cli.hub_commands import publish, pull
 from angelspec.cli.recipe_commands import recipe
 from angelspec.core.errors import AngelspecError
 
@@ -24,16 +26,16 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except AngelspecError as error:
             click.echo(f"error: {error}", err=True)
-            sys.exit(2)
+            sys.exit(error.exit_code)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="angelspec")
 def cli() -> None:
-    """Train, measure and serve speculative-decoding drafters."""
+    """Train, measure, serve and publish speculative-decoding drafters."""
 
 
-for command in (recipe, evaluate, data, checkpoint, bench, doctor):
+for command in (recipe, evaluate, data, checkpoint, publish, pull, bench, doctor, clean):
     cli.add_command(command)
 
 

@@ -56,7 +56,8 @@ class Comparison(BaseModel):
     seeds: tuple[int, ...] = Field(default=(0, 1, 2), min_length=1)
     """Values of ``training.seed``: weights, row order and anchors."""
     modes: tuple[Mode, ...] = ()
-    """Thinking modes whose prompts every variant answers; none: the base recipe's."""
+    """Thinking modes whose prompts are answered: the base recipe's by every variant, another one by the variants of its
+    orderings (by all, if it has none). None named: the base recipe's."""
     variants: dict[str, dict[str, Any]] = Field(min_length=1)
     """Overrides by variant."""
     orderings: tuple[Ordering, ...] = ()
@@ -80,6 +81,11 @@ class Comparison(BaseModel):
             if self.modes and ordering.mode is not None and ordering.mode not in self.modes:
                 raise ValueError(f"ordering '{ordering.claim}' needs mode {ordering.mode}, which modes leaves out")
         return self
+
+    def variants_in(self, mode: Mode) -> set[str]:
+        """Variants that the orderings of a mode name; all of them, if it has none."""
+        named = {name for item in self.orderings if item.mode == mode for name in (item.better, item.worse)}
+        return named or set(self.variants)
 
     def runs(self) -> Iterator[tuple[str, int, Recipe]]:
         """Every variant and seed with its resolved recipe.

@@ -1,10 +1,10 @@
-"""The configuration of a drafter: the one record that trainer, evaluator, exporter and server read."""
+"""The configuration of a drafter, per family: the one record that trainer, evaluator, exporter and server read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -14,6 +14,8 @@ ContextKind = Literal["projection", "fusion", "hybrid"]
 HeadKind = Literal["none", "markov", "correction"]
 BlockAlgorithm = Literal["dflash", "dflare", "dspark", "dfly"]
 BLOCK_ALGORITHMS: tuple[BlockAlgorithm, ...] = get_args(BlockAlgorithm)
+MlpKind = Literal["dense", "moe"]
+RouterScore = Literal["sigmoid", "softmax"]
 
 ALGORITHM_PARTS: Mapping[BlockAlgorithm, tuple[ContextKind, HeadKind, bool]] = MappingProxyType(
     {
@@ -25,24 +27,14 @@ ALGORITHM_PARTS: Mapping[BlockAlgorithm, tuple[ContextKind, HeadKind, bool]] = M
 )
 """What each published name stands for: context variant, head variant, confidence head."""
 
+_STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-class BlockDrafterConfig(BaseModel):
-    """A block-parallel drafter (DFlash, DFlare, DSpark, DFly): one backbone, a context and a head variant.
 
-    A block holds ``block_size`` slots: slot 0 is the anchor (the last committed token), slots 1.. hold the mask
-    token and propose the tokens that follow it, so ``block_size - 1`` tokens are proposed.
-    """
+class _DecoderShape(BaseModel):
+    """What every drafter has in common: the shape of its decoder layers, and the target that it belongs to."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = _STRICT
 
-    family: Literal["block"] = "block"
-    context: ContextKind
-    """How target features become context: shared projection, per-layer fusion, or both (hybrid)."""
-    head: HeadKind
-    """What corrects a slot by the token before it: nothing, a Markov bias on the logits, a hidden correction."""
-    confidence_head: bool = False
-    """Whether a small head predicts each proposal's acceptance."""
-    num_layers: int = Field(ge=1)
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
     num_heads: int = Field(gt=0)
@@ -54,6 +46,41 @@ class BlockDrafterConfig(BaseModel):
     rope: Rope
     target_hidden_size: int = Field(gt=0)
     target_num_layers: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+        return self
+
+    def conflicts_with(self, geometry: TargetGeometry) -> list[str]:
+        """Facts on which this drafter and a target disagree, one sentence each (empty: they fit)."""
+        pairs = {
+            "target_hidden_size": (self.target_hidden_size, geometry.hidden_size),
+            "hidden_size": (self.hidden_size, geometry.hidden_size),
+            "target_num_layers": (self.target_num_layers, geometry.num_layers),
+            "vocab_size": (self.vocab_size, geometry.vocab_size),
+        }
+        return [
+            f"{key} is {ours} but the target has {theirs}" for key, (ours, theirs) in pairs.items() if ours != theirs
+        ]
+
+
+class BlockDrafterConfig(_DecoderShape):
+    """A block-parallel drafter (DFlash, DFlare, DSpark, DFly): one backbone, a context and a head variant.
+
+    A block holds ``block_size`` slots: slot 0 is the anchor (the last committed token), slots 1.. hold the mask
+    token and propose the tokens that follow it, so ``block_size - 1`` tokens are proposed.
+    """
+
+    family: Literal["block"] = "block"
+    context: ContextKind
+    """How target features become context: shared projection, per-layer fusion, or both (hybrid)."""
+    head: HeadKind
+    """What corrects a slot by the token before it: nothing, a Markov bias on the logits, a hidden correction."""
+    confidence_head: bool = False
+    """Whether a small head predicts each proposal's acceptance."""
+    num_layers: int = Field(ge=1)
     target_layer_ids: tuple[int, ...]
     """Zero-based target layers whose outputs are the features, ascending."""
     block_size: int = Field(ge=2)
@@ -82,8 +109,6 @@ class BlockDrafterConfig(BaseModel):
                 f"hidden_size {self.hidden_size} must equal target_hidden_size {self.target_hidden_size} "
                 f"for context '{self.context}', which adds target states to the drafter's"
             )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         if (self.head == "markov") != (self.markov_rank is not None):
             raise ValueError("markov_rank belongs to head 'markov' and to it alone")
         if (self.head == "correction") != (self.correction_intermediate_size is not None):
@@ -103,14 +128,80 @@ class BlockDrafterConfig(BaseModel):
                 return name
         return f"{self.context}+{self.head}"
 
-    def conflicts_with(self, geometry: TargetGeometry) -> list[str]:
-        """Facts on which this drafter and a target disagree, one sentence each (empty: they fit)."""
-        pairs = {
-            "target_hidden_size": (self.target_hidden_size, geometry.hidden_size),
-            "hidden_size": (self.hidden_size, geometry.hidden_size),
-            "target_num_layers": (self.target_num_layers, geometry.num_layers),
-            "vocab_size": (self.vocab_size, geometry.vocab_size),
-        }
-        return [
-            f"{key} is {ours} but the target has {theirs}" for key, (ours, theirs) in pairs.items() if ours != theirs
-        ]
+
+class MoeConfig(BaseModel):
+    """A mixture of experts in place of a layer's MLP, as in Hy3 and DeepSeek-V3 (arXiv 2412.19437, equations 12-16).
+
+    Every token goes to the experts with the highest score (plus bias, which counts for the choice alone) and, besides,
+    to the shared experts, which see all tokens.
+    """
+
+    model_config = _STRICT
+
+    num_experts: int = Field(ge=1)
+    experts_per_token: int = Field(ge=1)
+    num_shared_experts: int = Field(default=1, ge=0)
+    """Their widths add up to one MLP; 0: none."""
+    intermediate_size: int = Field(gt=0)
+    """Width of one expert."""
+    router_scale: float = Field(default=1.0, gt=0)
+    """Multiplies the routed experts' sum."""
+    router_score: RouterScore = "sigmoid"
+    """How router logits become scores: each for itself, or against the others."""
+    normalise_routes: bool = True
+    """Whether the chosen scores are divided by their sum."""
+    selection_bias: bool = True
+    """Whether a bias per expert is added to the scores when experts are chosen."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}")
+        return self
+
+
+class MtpDrafterConfig(_DecoderShape):
+    """Multi-token prediction: one decoder layer on [embedding; hidden state], reused at every depth.
+
+    Depth 0 reads the target's last hidden state and the token after it; each further depth reads the depth before it
+    and the token that this one proposed. Embedding and head are the target's.
+    """
+
+    family: Literal["mtp"] = "mtp"
+    mlp: MlpKind = "dense"
+    num_depths: int = Field(ge=1)
+    """Depths that are trained, and tokens that are proposed."""
+    qk_norm: bool = True
+    """Whether queries and keys are normalised per head before they are rotated."""
+    moe: MoeConfig | None = None
+    """Only with mlp 'moe'; intermediate_size is not used then."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.mlp == "moe") != (self.moe is not None):
+            raise ValueError("moe belongs to mlp 'moe' and to it alone")
+        if self.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must equal target_hidden_size {self.target_hidden_size}: "
+                "embedding and vocabulary head are the target's"
+            )
+        return self
+
+    @property
+    def num_proposals(self) -> int:
+        """Tokens proposed per draft."""
+        return self.num_depths
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """No taps: it reads the last hidden state alone."""
+        return ()
+
+    @property
+    def algorithm(self) -> str:
+        """The published name."""
+        return "mtp"
+
+
+DrafterConfig = Annotated[BlockDrafterConfig | MtpDrafterConfig, Field(discriminator="family")]
+"""The configuration of either family, told apart by ``family``."""

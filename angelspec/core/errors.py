@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import ClassVar
 
 
 class AngelspecError(Exception):
@@ -13,6 +14,9 @@ class AngelspecError(Exception):
         message: what is wrong, naming the file, line or key.
         mend: what to do about it, as one imperative sentence.
     """
+
+    exit_code: ClassVar[int] = 2
+    """What the command ends with."""
 
     def __init__(self, message: str, *, mend: str | None = None) -> None:
         super().__init__(message)
@@ -37,6 +41,10 @@ class DataError(AngelspecError):
 
 class CheckpointError(AngelspecError):
     """A drafter or training checkpoint that is incomplete, misshapen or ambiguous."""
+
+
+class HubError(AngelspecError):
+    """A hub, or a name on it, that cannot be used; its kinds are in ``hub/failures.py``."""
 
 
 class TrainingError(AngelspecError):

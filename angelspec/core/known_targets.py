@@ -31,6 +31,13 @@ class KnownTarget:
     license: str
     num_parameters: int
     """All parameters, experts included, for estimates of memory and disk."""
+    derived_from: str | None = None
+    """ORG/NAME of the release that a target from elsewhere than a hub was made from."""
+
+    @property
+    def release(self) -> str | None:
+        """ORG/NAME of the released model; None: there is none (random)."""
+        return self.source.removeprefix("hf:") if self.source.startswith("hf:") else self.derived_from
 
 
 def _tiny(architecture: str, **changes: Any) -> TargetGeometry:
@@ -65,7 +72,8 @@ _TINY_MASK = (TINY_VOCABULARY - 1,)
 KNOWN_TARGETS: Mapping[str, KnownTarget] = MappingProxyType(
     {
         "smollm2-135m-instruct": KnownTarget(
-            SMOLLM2_WHEEL, "smollm2", _SMOLLM2, (16, *range(3, 16)), "apache-2.0", 134_515_008
+            SMOLLM2_WHEEL, "smollm2", _SMOLLM2, (16, *range(3, 16)), "apache-2.0", 134_515_008,
+            derived_from="HuggingFaceTB/SmolLM2-135M-Instruct",
         ),
         "smollm2-135m-instruct-hub": KnownTarget(
             "hf:HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2", _SMOLLM2, (16, *range(3, 16)),

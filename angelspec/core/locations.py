@@ -22,6 +22,18 @@ def resource_folder(name: str) -> Path:
     raise FileNotFoundError(f"angelspec's '{name}' folder is missing beside {_PACKAGE}; reinstall angelspec")
 
 
+def license_file() -> Path:
+    """The text of angelspec's own licence, Apache-2.0, from a clone or from an installed wheel.
+
+    Raises:
+        FileNotFoundError: neither place holds it (a broken installation).
+    """
+    for candidate in (_PACKAGE / "_resources" / "LICENSE", _PACKAGE.parent / "LICENSE"):
+        if candidate.is_file():
+            return candidate
+    raise FileNotFoundError(f"angelspec's LICENSE is missing beside {_PACKAGE}; reinstall angelspec")
+
+
 def prompt_folder() -> Path:
     """The prompt set that ships inside the package."""
     return _PACKAGE / "data" / "prompts"

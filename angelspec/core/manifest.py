@@ -12,7 +12,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from angelspec.core.acceptance import AcceptanceCounts
-from angelspec.core.drafter_config import BlockDrafterConfig
+from angelspec.core.drafter_config import DrafterConfig
 from angelspec.core.errors import CheckpointError
 from angelspec.core.files import read_json, write_text_atomic
 from angelspec.core.geometry import TargetGeometry
@@ -59,7 +59,7 @@ class TrainingRecord(BaseModel):
     steps: int = Field(ge=0)
     """Optimiser steps, up to the exported checkpoint."""
     supervised_positions: int = Field(ge=0)
-    """Block slots that entered the loss, over all steps."""
+    """Proposals (of block slots, or of depths) that entered the loss, over all steps."""
     target_tokens: int = Field(ge=0)
     """Supervised tokens in the training rows, counted once."""
     stages: tuple[TrainedStage, ...] = ()
@@ -100,7 +100,7 @@ class DrafterManifest(BaseModel):
     """Published name of the combination, or its parts joined by '+'."""
     mode: Mode
     """The thinking mode it was trained for."""
-    drafter: BlockDrafterConfig
+    drafter: DrafterConfig
     target: TargetIdentity
     recipe: Recipe
     """The resolved recipe."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -31,25 +31,38 @@ class Objective(BaseModel):
     renormalise: bool = False
     """Whether both distributions are renormalised inside the top K (variant a) or not (variant b)."""
     end_to_end_tv: float = Field(default=0.0, ge=0)
-    """One minus the expected accepted share of the block."""
+    """One minus the expected accepted share of the block, or (MTP) of the depths of a position that has them all."""
     confidence: float = Field(default=0.0, ge=0)
     """Binary cross-entropy of the confidence head against alpha."""
     position_weights: Literal["uniform", "decay", "d-pace"] = "uniform"
-    """How slots of a block weigh in the per-token terms."""
+    """How the slots of a block, or the depths of MTP, weigh in the per-token terms."""
     decay_gamma: float = Field(default=7.0, gt=0)
     """Slots over which the weight of `decay` falls by a factor e."""
     d_pace_rho: float = Field(default=0.5, ge=0, le=1)
     """How far `d-pace` lifts every slot's probability towards 1: s -> (1-rho)*s + rho."""
+    slot_weights: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] | None = None
+    """One weight for each proposed token (slot or depth), instead of position_weights; None: as those say."""
 
     @property
     def needs_teacher(self) -> bool:
         """Whether any term compares the drafter with the target's distribution."""
         return any((self.kl, self.tv, self.l1, self.lk, self.end_to_end_tv, self.confidence))
 
+    @property
+    def weights_in_words(self) -> str:
+        """How slots or depths weigh, for a person."""
+        if self.slot_weights is None:
+            return f"{self.position_weights} weights"
+        return f"weights {', '.join(f'{weight:g}' for weight in self.slot_weights)}"
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not any((self.ce, self.kl, self.tv, self.l1, self.lk, self.end_to_end_tv)):
             raise ValueError("no loss term is positive; give ce, kl, tv, l1, lk or end_to_end_tv a weight")
+        if self.slot_weights is not None and not any(self.slot_weights):
+            raise ValueError("slot_weights are all 0: no proposal would be trained")
+        if self.slot_weights is not None and self.position_weights != "uniform":
+            raise ValueError(f"slot_weights take the place of position_weights '{self.position_weights}'; give one")
         if self.renormalise and self.top_k is None:
             raise ValueError("renormalise needs top_k; over the whole vocabulary there is nothing to renormalise")
         if self.renormalise and self.top_k == 1:

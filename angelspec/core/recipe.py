@@ -7,11 +7,21 @@ except where a docstring says what None means.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from angelspec.core.drafter_config import BlockAlgorithm, BlockDrafterConfig, ContextKind, HeadKind
+from angelspec.core.drafter_config import (
+    BLOCK_ALGORITHMS,
+    BlockAlgorithm,
+    BlockDrafterConfig,
+    ContextKind,
+    DrafterConfig,
+    HeadKind,
+    MlpKind,
+    MoeConfig,
+    MtpDrafterConfig,
+)
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.modes import Mode, mode_family
 from angelspec.core.objective import Objective
@@ -47,8 +57,19 @@ class TargetSection(Section):
     """Whether model code from the source may be run."""
 
 
-class DrafterSection(Section):
-    """The drafter to train. ``algorithm`` names a combination; context and head can be set apart for ablations."""
+class _DrafterShape(Section):
+    intermediate_size: int | None = Field(default=None, gt=0)
+    """None: the target's."""
+    num_heads: int | None = Field(default=None, gt=0)
+    """None: the target's."""
+    num_kv_heads: int | None = Field(default=None, gt=0)
+    """None: the target's."""
+    head_dim: int | None = Field(default=None, gt=0)
+    """None: the target's."""
+
+
+class BlockDrafterSection(_DrafterShape):
+    """A block drafter to train. ``algorithm`` names a combination; context and head can be set apart for ablations."""
 
     algorithm: BlockAlgorithm = "dfly"
     context: ContextKind | None = None
@@ -68,17 +89,46 @@ class DrafterSection(Section):
     """None: the known target's first mask token."""
     hidden_size: int | None = Field(default=None, gt=0)
     """None: the target's."""
-    intermediate_size: int | None = Field(default=None, gt=0)
-    """None: the target's."""
-    num_heads: int | None = Field(default=None, gt=0)
-    num_kv_heads: int | None = Field(default=None, gt=0)
-    head_dim: int | None = Field(default=None, gt=0)
     markov_rank: int = Field(default=256, gt=0)
     """Used with head 'markov'."""
     correction_intermediate_size: int | None = Field(default=None, gt=0)
     """Used with head 'correction'; None: hidden_size."""
     initial_checkpoint: str | None = None
     """A drafter to start from (weights only); None: fresh weights."""
+
+
+class MtpDrafterSection(_DrafterShape):
+    """Multi-token prediction to train: one decoder layer, reused at every depth."""
+
+    algorithm: Literal["mtp"]
+    num_depths: int = Field(default=3, ge=1)
+    """Depths that are unrolled, and tokens that are proposed."""
+    mlp: MlpKind = "dense"
+    moe: MoeConfig | None = None
+    """The experts; with mlp 'moe', and then intermediate_size is not used."""
+    qk_norm: bool = True
+    """Whether queries and keys are normalised per head."""
+    initial_checkpoint: str | None = None
+    """A drafter to start from (weights only), or `target`: the target's own MTP layer; None: fresh weights."""
+
+
+TARGET_LAYER = "target"
+"""The ``initial_checkpoint`` that stands for the target's own MTP layer."""
+ALGORITHMS: tuple[str, ...] = (*BLOCK_ALGORITHMS, "mtp")
+"""What ``drafter.algorithm`` may name."""
+
+
+def drafter_family(drafter: Any) -> Literal["block", "mtp"]:
+    """Family of a drafter section, plain or parsed, by its algorithm."""
+    algorithm = drafter.get("algorithm") if isinstance(drafter, dict) else getattr(drafter, "algorithm", None)
+    return "mtp" if algorithm == "mtp" else "block"
+
+
+DrafterSection = Annotated[
+    Annotated[BlockDrafterSection, Tag("block")] | Annotated[MtpDrafterSection, Tag("mtp")],
+    Discriminator(drafter_family),
+]
+"""The drafter to train; ``algorithm`` says which kind of section it is."""
 
 
 class PromptSource(Section):
@@ -220,8 +270,11 @@ class TrainingSection(Section):
     """Packed rows per optimiser step and rank."""
     rows_per_micro_batch: int = Field(default=2, ge=1)
     anchors_per_row: int = Field(default=64, ge=1)
+    """Blocks drawn from each row at each step (block drafters; MTP trains at every position)."""
     workloads: tuple[Workload, ...] | None = None
     """Only answers of these workloads are trained on and held out; None: all."""
+    on_policy: bool = True
+    """MTP: feed each depth with the token that the depth before it proposed, or else with the data's."""
     optimizer: OptimizerSection = OptimizerSection()
     stages: tuple[TrainingStage, ...] = Field(min_length=1)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -230,6 +283,7 @@ class TrainingSection(Section):
     evaluate_every: int = Field(default=200, ge=1)
     """Steps between held-out evaluations."""
     held_out_anchors: int = Field(default=1024, ge=1)
+    """Places in the held-out rows at which drafts are compared with the data."""
     save_every: int = Field(default=200, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints kept; the best is kept besides."""
@@ -240,6 +294,12 @@ class TrainingSection(Section):
     """Metrics always go to metrics.jsonl; this adds another sink."""
     sharding: Literal["replicate", "shard"] = "replicate"
     """Across ranks: copies with averaged gradients, or FSDP2 shards."""
+    recompute_depths: bool = False
+    """MTP: run the depths above the first again in the backward pass instead of holding their activations, so that long
+    rows take little more memory than one depth."""
+    sequence_parallel: int = Field(default=1, ge=1)
+    """MTP: neighbouring ranks that share each row by positions, so that longer rows fit; must divide the drafter's
+    heads."""
     seed: int = 0
 
     @model_validator(mode="after")
@@ -312,7 +372,7 @@ class Recipe(Section):
     mode: Mode
     """The thinking mode this drafter is trained for."""
     target: TargetSection
-    drafter: DrafterSection = DrafterSection()
+    drafter: DrafterSection = BlockDrafterSection()
     data: DataSection
     rollout: RolloutSection = RolloutSection()
     pack: PackSection = PackSection()
@@ -323,42 +383,64 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.drafter.block_size < 2:
+        if self.drafter.algorithm != "mtp" and self.drafter.block_size < 2:
             raise ValueError(f"drafter.block_size is {self.drafter.block_size}; allowed: 2 or more")
-        if self.pack.row_length <= self.drafter.block_size:
+        if self.pack.row_length <= self.verify_width:
             raise ValueError(
-                f"pack.row_length is {self.pack.row_length}; allowed: more than drafter.block_size "
-                f"({self.drafter.block_size})"
+                f"pack.row_length is {self.pack.row_length}; allowed: more than "
+                + (
+                    f"drafter.num_depths + 1 ({self.verify_width})"
+                    if self.drafter.algorithm == "mtp"
+                    else f"drafter.block_size ({self.verify_width})"
+                )
             )
         if self.target.mode_family is not None:
             mode_family(self.target.mode_family)
         return self
 
-    def drafter_config(self) -> BlockDrafterConfig:
+    @property
+    def verify_width(self) -> int:
+        """Tokens of one verify step: the anchor and the proposals."""
+        drafter = self.drafter
+        return drafter.num_depths + 1 if drafter.algorithm == "mtp" else drafter.block_size
+
+    def drafter_config(self) -> DrafterConfig:
         """The drafter's configuration, from a resolved recipe.
 
         Raises:
             ValueError: the recipe is not resolved, or its values contradict each other.
         """
         geometry, drafter = self.target.geometry, self.drafter
-        if geometry is None or drafter.context is None or drafter.head is None or drafter.layer_ids is None:
+        if geometry is None or drafter.intermediate_size is None:
             raise ValueError(f"recipe '{self.name}' is not resolved")
+        shape = {
+            "intermediate_size": drafter.intermediate_size,
+            "num_heads": drafter.num_heads,
+            "num_kv_heads": drafter.num_kv_heads,
+            "head_dim": drafter.head_dim,
+            "vocab_size": geometry.vocab_size,
+            "rms_norm_eps": geometry.rms_norm_eps,
+            "max_position_embeddings": geometry.max_position_embeddings,
+            "rope": geometry.rope,
+            "target_hidden_size": geometry.hidden_size,
+            "target_num_layers": geometry.num_layers,
+        }
+        if drafter.algorithm == "mtp":
+            return MtpDrafterConfig(
+                **shape,
+                hidden_size=geometry.hidden_size,
+                num_depths=drafter.num_depths,
+                mlp=drafter.mlp,
+                moe=drafter.moe,
+                qk_norm=drafter.qk_norm,
+            )
         return BlockDrafterConfig(
+            **shape,
             context=drafter.context,
             head=drafter.head,
             confidence_head=bool(drafter.confidence_head),
             num_layers=drafter.num_layers,
             hidden_size=drafter.hidden_size,
-            intermediate_size=drafter.intermediate_size,
-            num_heads=drafter.num_heads,
-            num_kv_heads=drafter.num_kv_heads,
-            head_dim=drafter.head_dim,
-            vocab_size=geometry.vocab_size,
-            rms_norm_eps=geometry.rms_norm_eps,
-            max_position_embeddings=geometry.max_position_embeddings,
-            rope=geometry.rope,
-            target_hidden_size=geometry.hidden_size,
-            target_num_layers=geometry.num_layers,
             target_layer_ids=drafter.layer_ids,
             block_size=drafter.block_size,
             mask_token_id=drafter.mask_token_id,

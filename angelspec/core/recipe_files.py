@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from angelspec.core.drafter_config import ALGORITHM_PARTS
+from angelspec.core.drafter_config import ALGORITHM_PARTS, DrafterConfig
 from angelspec.core.errors import AngelspecError, RecipeError, suggest
 from angelspec.core.files import read_json
 from angelspec.core.geometry import TargetGeometry, spread_layer_ids
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.locations import resource_folder
 from angelspec.core.modes import mode_family
-from angelspec.core.recipe import Recipe
+from angelspec.core.recipe import ALGORITHMS, TARGET_LAYER, DrafterSection, Recipe, TrainingStage, drafter_family
 
 _META_KEYS = ("base", "presets", "abstract")
 _MODE_FAMILY_OF_ARCHITECTURE = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "hy_v3": "hy3"}
@@ -98,9 +98,11 @@ def load_recipe(name_or_path: str, *, preset: str | None = None, overrides: Sequ
                 f"recipe '{path.stem}' has no preset '{preset}'{suggest(preset, presets)}",
                 mend=f"use one of: {', '.join(presets) or 'none; this recipe has no presets'}",
             )
-        document = merge(document, presets[preset])
+        document = _merge_recipes(document, presets[preset])
+    before = document
     for override in overrides:
         document = apply_override(document, override)
+    document = _drop_other_family(before, document)
     if document.pop("abstract", False):
         raise RecipeError(f"'{path.stem}' only serves as a base for other recipes")
     for key in _META_KEYS:
@@ -117,6 +119,19 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
         else:
             merged[key] = value
     return merged
+
+
+def _merge_recipes(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    return _drop_other_family(lower, merge(lower, upper))
+
+
+def _drop_other_family(before: Mapping[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Where a change made the drafter one of another family, keep of its section only what that change stated: the keys
+    of a block drafter mean nothing to MTP, nor the other way round."""
+    old, new = before.get("drafter"), after.get("drafter")
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping) or drafter_family(old) == drafter_family(new):
+        return after
+    return {**after, "drafter": {key: value for key, value in new.items() if key not in old or old[key] != value}}
 
 
 def apply_override(document: Mapping[str, Any], override: str) -> dict[str, Any]:
@@ -177,7 +192,7 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     base_path = beside if beside.is_file() else find_recipe(str(base))
     parent = _read_with_bases(base_path, (*seen, path))
     parent.pop("abstract", None)
-    return merge(parent, document)
+    return _merge_recipes(parent, document)
 
 
 # ------------------------------------------------------------------------------------------- validation
@@ -198,14 +213,19 @@ def validate(document: Mapping[str, Any], *, where: str) -> Recipe:
 
 def _explain(item: Mapping[str, Any]) -> str:
     location = tuple(part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-")))
+    family = location[1] if location[:1] == ("drafter",) and len(location) > 1 else None
+    if family in ("block", "mtp"):  # pydantic names the kind of section that it read
+        location = ("drafter", *location[2:])
     key = ".".join(str(part) for part in location) or "recipe"
     kind, context = item["type"], item.get("ctx") or {}
     given = item.get("input")
     if kind == "extra_forbidden":
-        allowed = _fields_at(Recipe, location[:-1])
+        allowed = _fields_at(Recipe, location[:-1], family)
         return f"{key}: unknown key{suggest(str(location[-1]), allowed)}; allowed: {', '.join(allowed)}"
     if kind == "missing":
         return f"{key}: is required"
+    if key == "drafter.algorithm":
+        return f"{key}: {given!r} is not allowed{suggest(str(given), ALGORITHMS)}; allowed: {', '.join(ALGORITHMS)}"
     if kind == "literal_error":
         return f"{key}: {given!r} is not allowed; allowed: {context['expected']}"
     message = item["msg"].removeprefix("Value error, ")
@@ -213,28 +233,26 @@ def _explain(item: Mapping[str, Any]) -> str:
     return f"{key}: {message}{shown}"
 
 
-def _fields_at(model: type[BaseModel], location: Sequence[Any]) -> list[str]:
+def _fields_at(model: type[BaseModel], location: Sequence[Any], family: str | None) -> list[str]:
     current: Any = model
     for part in location:
         if isinstance(part, int):
             continue
         field = current.model_fields.get(part)
-        nested = _model_in(field.annotation) if field is not None else None
-        if nested is None:
+        nested = models_in(field.annotation) if field is not None else []
+        if not nested:
             return []
-        current = nested
+        current = nested[1 if family == "mtp" and part == "drafter" else 0]
     return list(current.model_fields)
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that an annotation names, in order, inside unions, tuples and Annotated."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Union, UnionType, tuple, list) or get_args(annotation):
-        for argument in get_args(annotation):
-            found = _model_in(argument) if get_origin(annotation) is not Literal else None
-            if found is not None:
-                return found
-    return None
+        return [annotation]
+    if get_origin(annotation) is Literal:
+        return []
+    return [model for argument in get_args(annotation) for model in models_in(argument)]
 
 
 # ------------------------------------------------------------------------------------------- resolution
@@ -253,19 +271,55 @@ def resolve(recipe: Recipe) -> Recipe:
             f"mode: '{recipe.mode}' is not a mode of the target (mode family '{family.name}'); "
             f"allowed: {', '.join(family.modes)}"
         )
-    drafter = _resolve_drafter(recipe, target.geometry, known_masks)
+    if recipe.drafter.algorithm == "mtp":
+        drafter = recipe.drafter.model_copy(update=_shape(recipe.drafter, target.geometry))
+    else:
+        drafter = _resolve_block_drafter(recipe, target.geometry, known_masks)
     pack = recipe.pack
     if pack.max_document_tokens is None:
         pack = pack.model_copy(update={"max_document_tokens": pack.row_length})
     resolved = recipe.model_copy(update={"target": target, "drafter": drafter, "pack": pack})
     try:
-        resolved.drafter_config()
+        config = resolved.drafter_config()
     except ValidationError as error:
-        lines = [
-            f"drafter.{_explain(item)}" if item["loc"] else f"drafter: {_explain(item)}" for item in error.errors()
-        ]
+        lines = [f"drafter.{_explain(item)}".replace("drafter.recipe:", "drafter:") for item in error.errors()]
         raise RecipeError(f"recipe '{recipe.name}':\n" + "\n".join(f"  - {line}" for line in lines)) from None
+    for stage in resolved.training.stages:
+        _check_objective(stage, config)
+    _check_sequence(resolved.training.sequence_parallel, config)
     return resolved
+
+
+def _check_sequence(size: int, config: DrafterConfig) -> None:
+    heads = config.num_heads if config.family == "mtp" else 1  # blocks of one row are not shared
+    if heads % size:
+        allowed = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise RecipeError(
+            f"training.sequence_parallel: {size} ranks cannot share a row of this drafter ({config.algorithm}, "
+            f"{config.num_heads} heads); allowed: {allowed}"
+        )
+
+
+def _check_objective(stage: TrainingStage, config: DrafterConfig) -> None:
+    """Refuse what an objective asks of a drafter that has it not."""
+    key, objective = f"training.stages.{stage.name}.objective", stage.objective
+    if objective.slot_weights is not None and len(objective.slot_weights) != config.num_proposals:
+        raise RecipeError(
+            f"{key}.slot_weights: {len(objective.slot_weights)} weights are given; "
+            f"allowed: one for each of the {config.num_proposals} proposals"
+        )
+    if objective.confidence and not getattr(config, "confidence_head", False):
+        raise RecipeError(f"{key}.confidence: the drafter ({config.algorithm}) has no confidence head; allowed: 0")
+    if objective.top_k is not None and objective.top_k > config.vocab_size:
+        raise RecipeError(
+            f"{key}.top_k: {objective.top_k} exceeds the target's vocabulary; allowed: 1..{config.vocab_size}"
+        )
+
+
+def _shape(drafter: DrafterSection, geometry: TargetGeometry) -> dict[str, int]:
+    """The sizes that any drafter takes from its target where the recipe states none."""
+    names = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+    return {name: getattr(drafter, name) or getattr(geometry, name) for name in names}
 
 
 def _resolve_target(recipe: Recipe) -> tuple[Any, tuple[int, ...]]:
@@ -337,8 +391,13 @@ def unused_token_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
     return tuple(unnamed + sorted(special - used))
 
 
-def _resolve_drafter(recipe: Recipe, geometry: TargetGeometry, known_masks: tuple[int, ...]) -> Any:
+def _resolve_block_drafter(recipe: Recipe, geometry: TargetGeometry, known_masks: tuple[int, ...]) -> Any:
     drafter = recipe.drafter
+    if drafter.initial_checkpoint == TARGET_LAYER:
+        raise RecipeError(
+            f"drafter.initial_checkpoint: '{TARGET_LAYER}' is the target's own MTP layer, which {drafter.algorithm} "
+            "cannot start from; allowed: the folder of a drafter, or null"
+        )
     context, head, confidence = ALGORITHM_PARTS[drafter.algorithm]
     layer_ids = drafter.layer_ids
     if layer_ids is None:
@@ -388,10 +447,7 @@ def _resolve_drafter(recipe: Recipe, geometry: TargetGeometry, known_masks: tupl
             "num_taps": len(ids),
             "mask_token_id": mask,
             "hidden_size": hidden,
-            "intermediate_size": drafter.intermediate_size or geometry.intermediate_size,
-            "num_heads": drafter.num_heads or geometry.num_heads,
-            "num_kv_heads": drafter.num_kv_heads or geometry.num_kv_heads,
-            "head_dim": drafter.head_dim or geometry.head_dim,
+            **_shape(drafter, geometry),
             "correction_intermediate_size": drafter.correction_intermediate_size or hidden,
         }
     )

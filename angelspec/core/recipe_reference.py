@@ -9,12 +9,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from angelspec.core.drafter_config import BLOCK_ALGORITHMS, MoeConfig
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.modes import MODE_FAMILIES
 from angelspec.core.objective import Objective
 from angelspec.core.recipe import PromptSource, Recipe, TrainingStage
-from angelspec.core.recipe_files import list_recipes
+from angelspec.core.recipe_files import list_recipes, models_in
 
+_DRAFTER_KINDS = (f" (algorithm: {', '.join(BLOCK_ALGORITHMS)})", " (algorithm: mtp)")
 _INTRODUCTION = """# Recipes
 
 <!-- Written by `angelspec recipe reference`; a test keeps it up to date. Edit the schema instead. -->
@@ -32,19 +34,20 @@ def recipe_reference() -> str:
     parts = [_INTRODUCTION, _recipes(), _targets(), _modes()]
     parts.append(_section("recipe", Recipe))
     for name, field in Recipe.model_fields.items():
-        model = _model_of(field.annotation)
-        if model is not None:
-            parts.append(_section(name, model))
+        models = models_in(field.annotation)
+        kinds = _DRAFTER_KINDS if name == "drafter" else ("",)
+        parts += [_section(name + kind, model) for model, kind in zip(models, kinds, strict=False)]
+    parts.append(_section("drafter.moe", MoeConfig))
     parts.append(_section("data.train and data.evaluation items", PromptSource))
-    parts.append(_section("training.optimizer", _model_of(_field("training", "optimizer").annotation)))
+    parts.append(_section("training.optimizer", models_in(_field("training", "optimizer").annotation)[0]))
     parts.append(_section("training.stages items", TrainingStage))
     parts.append(_section("training.stages items: objective", Objective))
-    parts.append(_section("evaluation.lookup", _model_of(_field("evaluation", "lookup").annotation)))
+    parts.append(_section("evaluation.lookup", models_in(_field("evaluation", "lookup").annotation)[0]))
     return "\n".join(parts)
 
 
 def _field(section: str, name: str) -> FieldInfo:
-    return _model_of(Recipe.model_fields[section].annotation).model_fields[name]
+    return models_in(Recipe.model_fields[section].annotation)[0].model_fields[name]
 
 
 def _recipes() -> str:
@@ -81,16 +84,11 @@ def _section(title: str, model: type[BaseModel]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _model_of(annotation: Any) -> type[BaseModel] | None:
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
 def _type(annotation: Any) -> str:
     if isinstance(annotation, type) and not get_args(annotation):
         return "section" if issubclass(annotation, BaseModel) else annotation.__name__
+    if len(models_in(annotation)) > 1:
+        return "section"
     text = str(annotation).replace("typing.", "").replace("NoneType", "None")
     text = re.sub(r"angelspec\.[\w.]*\.(\w+)", r"\1", text)
     return f"`{text}`".replace("|", "\\|")

@@ -115,14 +115,14 @@ class PackedRows:
             raise DataError(f"no document of workload {', '.join(workloads)}", mend="choose workloads of the data")
         return PackedRows(self.tokens_RT, mask_RT, self.document_RT, self.position_RT, self.documents)
 
-    def require_tokens(self, *, vocab_size: int, mask_token_id: int) -> None:
-        """Refuse tokens that the target does not have, and the mask token, which may occur in no document.
+    def require_tokens(self, *, vocab_size: int, mask_token_id: int | None) -> None:
+        """Refuse tokens that the target does not have, and the mask token (if any), which may occur in no document.
 
         Raises:
             DataError: naming the token and the number of documents.
         """
         real_RT = self.document_RT >= 0
-        masks_RT = real_RT & (self.tokens_RT == mask_token_id)
+        masks_RT = real_RT & (self.tokens_RT == mask_token_id) if mask_token_id is not None else torch.zeros(0)
         if count := int(masks_RT.sum()):
             documents = self.document_RT[masks_RT].unique().tolist()
             raise DataError(
@@ -176,7 +176,7 @@ def load_rows(folder: Path, *, vocab_size: int | None = None, mask_token_id: int
     Args:
         folder: where it was saved.
         vocab_size: of the target that will read the rows; None: the tokens are not checked.
-        mask_token_id: of the drafter that will be trained on them; needed with vocab_size.
+        mask_token_id: of the drafter that will be trained on them; None: it has none.
 
     Raises:
         DataError: incomplete, of another version, changed since it was written, or with tokens that it may not have.
@@ -199,8 +199,6 @@ def load_rows(folder: Path, *, vocab_size: int | None = None, mask_token_id: int
     if rows.digest != index["digest"]:
         raise DataError(f"{folder} has changed since it was written", mend=mend)
     if vocab_size is not None:
-        if mask_token_id is None:
-            raise ValueError("vocab_size and mask_token_id are checked together")
         rows.require_tokens(vocab_size=vocab_size, mask_token_id=mask_token_id)
     return rows
 

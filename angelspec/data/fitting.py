@@ -1,7 +1,8 @@
 """Rows that can be trained on: cut to the longest document, and able to host at least one block.
 
-An anchor ``a`` starts a block of ``block_size`` slots, itself included. It is valid if it is supervised and the whole
-block lies in the document: ``loss_mask[a]`` and ``a + block_size - 1 <= length - 1``.
+An anchor ``a`` starts a block of ``block_size`` slots, itself included: the token before the proposals, and those.
+(MTP's "block" is the anchor with one proposal per depth.) It is valid if it is supervised and the whole block lies in
+the document: ``loss_mask[a]`` and ``a + block_size - 1 <= length - 1``.
 """
 
 from __future__ import annotations

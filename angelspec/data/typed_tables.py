@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from angelspec.core.errors import DataError, MissingRequirement
+from angelspec.core.network import transport_errors
 from angelspec.core.recipe import PromptSource
 from angelspec.data.reasons import Reason, RowRefused
 from angelspec.data.source_row import RAW_CHARACTERS, SourceRow
@@ -56,7 +57,6 @@ def hub_revision(name: str, *, revision: str | None) -> str:
     """
     if revision and len(revision) == 40 and all(character in "0123456789abcdef" for character in revision):
         return revision
-    import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -65,7 +65,7 @@ def hub_revision(name: str, *, revision: str | None) -> str:
         commit = HfApi().dataset_info(name, revision=revision).sha
     except (HfHubHTTPError, HFValidationError) as error:
         raise DataError(f"hf:{name}: {_first_line(error)}", mend=mend) from error
-    except (OfflineModeIsEnabled, httpx.TransportError, OSError) as error:
+    except (OfflineModeIsEnabled, *transport_errors()) as error:
         raise MissingRequirement(
             f"hf:{name}: the hub cannot be reached ({_first_line(error)})",
             mend="connect, set HF_ENDPOINT to a mirror, or use file:PATH",
@@ -83,7 +83,6 @@ def hub_rows(name: str, source: PromptSource, *, commit: str) -> Iterator[Source
             so the run stops).
     """
     import datasets
-    import httpx
 
     number = 0
     try:
@@ -91,7 +90,7 @@ def hub_rows(name: str, source: PromptSource, *, commit: str) -> Iterator[Source
         for value in rows:
             number += 1
             yield _typed_row(number, value)
-    except (ValueError, OSError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
+    except (ValueError, *transport_errors(), datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{source.source} (split {source.split}) failed after row {number}: {_first_line(error)}",
             mend="check split and subset, or download its files and use file:PATH",

@@ -1,6 +1,6 @@
-"""What a drafter must do to take part in the draft-verify loop.
+"""What a drafter must do to take part in the draft-verify loop, and the one that proposes nothing.
 
-Legend: B batch rows, T tokens, F width of the tapped target features, K proposals.
+Legend: B batch rows, T tokens, F width of the tapped target features, D hidden, K proposals.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -54,7 +55,14 @@ class Proposer(Protocol):
         ...
 
     def observe(
-        self, rows: Tensor, *, tokens_BT: Tensor, positions_BT: Tensor, taps_BTF: Tensor, counts_B: Tensor
+        self,
+        rows: Tensor,
+        *,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        taps_BTF: Tensor,
+        hidden_BTD: Tensor,
+        counts_B: Tensor,
     ) -> None:
         """Take the target's states of newly committed tokens.
 
@@ -63,6 +71,7 @@ class Proposer(Protocol):
             tokens_BT: int64; behind ``counts_B`` padding.
             positions_BT: int64, each token's position in its sequence; consecutive, following the last observed one.
             taps_BTF: target states after ``layer_ids``, concatenated in that order.
+            hidden_BTD: the target's last hidden states, after its final norm.
             counts_B: int64, tokens per row.
         """
         ...
@@ -79,3 +88,39 @@ class Proposer(Protocol):
             position_B: int64, the anchors' positions.
         """
         ...
+
+
+class NoProposer:
+    """Plain decoding through the same loop: every step verifies the anchor alone."""
+
+    name = "plain"
+    depth = 0
+    layer_ids: tuple[int, ...] = ()
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return {"kind": "none"}
+
+    def start(self, num_rows: int, *, capacity: int) -> None:
+        pass
+
+    def reset(self, rows: Tensor) -> None:
+        pass
+
+    def observe(
+        self,
+        rows: Tensor,
+        *,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        taps_BTF: Tensor,
+        hidden_BTD: Tensor,
+        counts_B: Tensor,
+    ) -> None:
+        pass
+
+    def propose(
+        self, rows: Tensor, *, histories: Sequence[Sequence[int]], last_token_B: Tensor, position_B: Tensor
+    ) -> Proposals:
+        empty_B0 = last_token_B.new_empty(len(rows), 0)
+        return Proposals(empty_B0, empty_B0.float(), torch.zeros_like(last_token_B))

@@ -54,7 +54,7 @@ class CutPolicy(BaseModel):
 
 
 @dataclass
-class _Request:
+class Request:
     """One prompt on its way."""
 
     index: int
@@ -101,22 +101,16 @@ def decode(
         raise ValueError(f"prompt {next(i for i, p in enumerate(prompts) if not p)} is empty")
     if max_new_tokens < 1 or batch_size < 1:
         raise ValueError("max_new_tokens and batch_size must be at least 1")
-    longest, positions = max(map(len, prompts), default=0), target.geometry.max_position_embeddings
-    if longest + max_new_tokens > positions:
-        raise DataError(
-            f"a prompt of {longest} tokens and an answer of {max_new_tokens} exceed the {positions} positions of "
-            f"{target.name}",
-            mend="shorten the prompts (data.max_prompt_tokens) or the answers (evaluation.max_new_tokens)",
-        )
+    longest = require_room(target, prompts, max_new_tokens=max_new_tokens)
     if not prompts:
         return DecodeRun([], Stopwatch(target.device).seconds, 0.0)
     row_ids = range(len(prompts)) if row_ids is None else row_ids
     requests = [
-        _Request(index, row_id, list(prompt))
+        Request(index, row_id, list(prompt))
         for index, (row_id, prompt) in enumerate(zip(row_ids, prompts, strict=True))
     ]
     with torch.inference_mode():
-        loop = _Loop(
+        loop = Loop(
             target,
             proposer,
             num_rows=min(batch_size, len(prompts)),
@@ -137,7 +131,23 @@ def decode(
     return DecodeRun([request.answer for request in requests], loop.watch.seconds, loop.watch.total())
 
 
-class _Loop:
+def require_room(target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> int:
+    """The longest prompt's tokens.
+
+    Raises:
+        DataError: with an answer of ``max_new_tokens`` it would outgrow the target's positions.
+    """
+    longest, positions = max(map(len, prompts), default=0), target.geometry.max_position_embeddings
+    if longest + max_new_tokens > positions:
+        raise DataError(
+            f"a prompt of {longest} tokens and an answer of {max_new_tokens} exceed the {positions} positions of "
+            f"{target.name}",
+            mend="shorten the prompts (data.max_prompt_tokens) or the answers (evaluation.max_new_tokens)",
+        )
+    return longest
+
+
+class Loop:
     """The rows in flight."""
 
     def __init__(
@@ -154,7 +164,7 @@ class _Loop:
         stop_token_ids: frozenset[int],
     ) -> None:
         self.watch = Stopwatch(target.device)
-        self.running: dict[int, _Request] = {}
+        self.running: dict[int, Request] = {}
         self._target, self._proposer, self._cut = target, proposer, cut
         self._max_new_tokens, self._temperature, self._seed = max_new_tokens, temperature, seed
         self._stop_token_ids = stop_token_ids
@@ -162,7 +172,7 @@ class _Loop:
         self._cache = target.new_cache(rows=num_rows, capacity=capacity)
         proposer.start(num_rows, capacity=capacity)
 
-    def admit(self, waiting: deque[_Request]) -> None:
+    def admit(self, waiting: deque[Request]) -> None:
         """Give free rows to waiting requests: target over their prompts, first token from the last logits."""
         self._free.sort()
         arrivals = [(self._free.pop(0), waiting.popleft()) for _ in range(min(len(self._free), len(waiting)))]
@@ -263,10 +273,11 @@ class _Loop:
                 tokens_BT=tokens_BT[:, :width],
                 positions_BT=first_B.unsqueeze(1) + torch.arange(width, device=rows.device),
                 taps_BTF=states.taps_BTF[:, :width],
+                hidden_BTD=states.hidden_BTD[:, :width],
                 counts_B=counts_B,
             )
 
-    def _keys(self, requests: Sequence[_Request], positions_BQ: Tensor) -> Tensor:
+    def _keys(self, requests: Sequence[Request], positions_BQ: Tensor) -> Tensor:
         row_ids_B1 = self._tensor([request.row_id for request in requests]).unsqueeze(1)
         return stream_keys(row_ids_B1, positions_BQ, seed=self._seed)
 

@@ -4,8 +4,8 @@ A block holds block_size slots. Slot 0 is the anchor, the last committed token; 
 predict the tokens that follow. A block attends to the target's features strictly before its anchor, and to itself.
 
 Shapes: R packed rows (last in ``markov_AKR``: the Markov rank), T tokens, A anchors, B batch rows, Q block slots, K = Q
-- 1 proposals (slots 1..), F tapped features, D hidden, V vocabulary, H query heads, G key-value heads, C head channels,
-E rotated pairs. ``...`` stands for any leading axes.
+- 1 proposals (slots 1..), F tapped features, D hidden, V vocabulary, H query heads, G key-value heads, C head channels.
+``...`` stands for any leading axes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ from torch import Tensor, nn
 
 from angelspec.core.drafter_config import BlockDrafterConfig
 from angelspec.core.errors import CheckpointError
+from angelspec.drafters.base import DrafterModule
 from angelspec.drafters.context import distance_prior, mix_taps
 from angelspec.drafters.drafting import ContextCache, Drafts, exact_scores, shortlist_scores
 from angelspec.drafters.heads import ConfidenceHead, HiddenCorrection, MarkovHead
-from angelspec.drafters.layers import Attend, BlockLayer, RMSNorm, Rotation, linear
+from angelspec.drafters.layers import Attend, BlockLayer, RMSNorm, linear
 from angelspec.ops.anchors import Anchors
 from angelspec.ops.block_attention import block_attention, plan_attention
-from angelspec.ops.rope import inverse_frequencies, rotation
-
-INITIAL_STD = 0.02
-"""Standard deviation of fresh matrices."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +42,20 @@ class BlockStates:
     """With a confidence head: its logits."""
 
 
-class BlockDrafter(nn.Module):
-    """A block-parallel drafter without embedding and vocabulary head: the target's are passed in, frozen.
-
-    Args:
-        config: shape and variants.
-        matmul_dtype: precision of the matrix products of projections and MLPs; parameters, norms, softmaxes and the
-            residual stream keep the parameters' dtype. None: the parameters' dtype everywhere. May be set later.
+class BlockDrafter(DrafterModule):
+    """A block-parallel drafter; see ``DrafterModule`` for its arguments.
 
     Raises:
         CheckpointError: the configuration lets the anchor slot predict (another slot convention).
     """
 
     def __init__(self, config: BlockDrafterConfig, *, matmul_dtype: torch.dtype | None = None) -> None:
-        super().__init__()
+        super().__init__(config, matmul_dtype=matmul_dtype)
         if config.sample_from_anchor:
             raise CheckpointError(
                 "sample_from_anchor is true: the anchor slot predicts, which angelspec's drafters don't do",
                 mend="use a checkpoint whose slot 0 is input only (sample_from_anchor false)",
             )
-        self.config = config
-        self.matmul_dtype = matmul_dtype
         if config.context != "fusion":
             features = len(config.target_layer_ids) * config.target_hidden_size
             self.context_proj = nn.Linear(features, config.hidden_size, bias=False)
@@ -82,44 +72,25 @@ class BlockDrafter(nn.Module):
             self.markov_head = MarkovHead(config.vocab_size, config.markov_rank)
         if config.confidence_head:
             self.confidence_head = ConfidenceHead(config.hidden_size + (config.markov_rank or 0))
-        # no buffer: a module's cast to bfloat16 must not reach the frequencies
-        self._rope_frequencies_E, self._rope_factor = inverse_frequencies(
-            config.rope, head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings
-        )
-
-    @torch.no_grad()
-    def initialise(self, *, seed: int) -> BlockDrafter:
-        """Fresh weights, the same for a seed on every device: matrices normal, norms one, fusion at the distance prior,
-        and heads at the identity (a zero correction, a zero Markov bias, a confidence of one half)."""
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            if name == "layer_fusion_weights":
-                value = distance_prior(*parameter.shape)
-            elif name.endswith("norm.weight"):
-                value = torch.ones(parameter.shape)
-            elif name in ("hidden_correction.down_proj.weight", "markov_head.markov_w2.weight") or name.startswith(
-                "confidence_head."
-            ):
-                value = torch.zeros(parameter.shape)
-            else:
-                value = torch.randn(parameter.shape, generator=generator) * INITIAL_STD
-            parameter.copy_(value)
-        return self
 
     @property
-    def num_parameters(self) -> int:
-        """Trainable numbers."""
-        return sum(parameter.numel() for parameter in self.parameters())
+    def dtype(self) -> torch.dtype:
+        """Of the norms, and so of the residual stream."""
+        return self.context_norm.weight.dtype
 
-    def rotation(self, positions: Tensor) -> Rotation:
-        """Cosine and sine [..., 1, E] of integer positions [...], ready for [..., heads, C]."""
-        cos, sin = rotation(positions, self._rope_frequencies_E.to(positions.device), factor=self._rope_factor)
-        dtype = self.context_norm.weight.dtype
-        return cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)
+    def fixed_start(self, name: str, shape: torch.Size) -> Tensor | None:
+        """Fusion starts at the distance prior, and heads at the identity (a zero correction, a zero Markov bias, a
+        confidence of one half)."""
+        if name == "layer_fusion_weights":
+            return distance_prior(*shape)
+        zeroed = ("hidden_correction.down_proj.weight", "markov_head.markov_w2.weight")
+        if name in zeroed or name.startswith("confidence_head."):
+            return torch.zeros(shape)
+        return super().fixed_start(name, shape)
 
     def contexts(self, taps: Tensor) -> Iterator[Tensor]:
         """Each layer's context [..., D] from the target's features [..., F]; features get no gradient."""
-        taps = taps.detach().to(self.context_norm.weight.dtype)
+        taps = taps.detach().to(self.dtype)
         kind, num_layers = self.config.context, self.config.num_layers
         projected = None if kind == "fusion" else linear(taps, self.context_proj.weight, self.matmul_dtype)
         if kind == "projection":
@@ -153,7 +124,7 @@ class BlockDrafter(nn.Module):
         slot_Q = torch.arange(self.config.block_size, device=position_A.device)
         turned = self.rotation(position_A[:, None] + slot_Q)
         states = torch.cat([anchor_embedding_AD, mask_embedding_D[None]]).detach()
-        states = states.to(self.context_norm.weight.dtype)
+        states = states.to(self.dtype)
         for layer in self.layers:
             states = layer(states, turned, attend, self.matmul_dtype)
         return self.final_norm(states)
@@ -216,8 +187,12 @@ class BlockDrafter(nn.Module):
 
     def context_cache(self, rows: int, *, capacity: int) -> ContextCache:
         """An empty cache for that many rows of up to ``capacity`` committed tokens."""
-        weight = self.context_norm.weight
-        return ContextCache(self.config, rows=rows, capacity=capacity, dtype=weight.dtype, device=weight.device)
+        config = self.config
+        return ContextCache(
+            rows=rows, capacity=capacity, spare=config.block_size, num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=self.dtype,
+            device=self.context_norm.weight.device,
+        )  # fmt: skip
 
     @torch.no_grad()
     def extend_context(
@@ -241,21 +216,9 @@ class BlockDrafter(nn.Module):
         Raises:
             ValueError: a position is skipped or repeated, or a row outgrows the capacity.
         """
-        batch, width = taps_BTF.shape[:2]
-        rows_B = cache.select(rows)
-        counts_B = torch.full_like(rows_B, width) if counts_B is None else counts_B.to(rows_B)
-        offset_T = torch.arange(width, device=rows_B.device)
-        valid_BT = offset_T < counts_B[:, None]
-        next_BT = cache.lengths[rows_B][:, None] + offset_T
-        if positions_BT is not None and not torch.equal(positions_BT[valid_BT], next_BT[valid_BT]):
-            raise ValueError("features must continue each row of the context without a gap or a repetition")
-        lengths = cache.lengths.clone()
-        lengths[rows_B] += counts_B
-        if batch != rows_B.shape[0] or int(lengths.max()) > cache.capacity:
-            raise ValueError(f"context of {int(lengths.max())} tokens, {batch} rows: capacity is {cache.capacity}")
-        index_N = next_BT[valid_BT]
-        layers = self.context_keys_values(taps_BTF[valid_BT], index_N)
-        cache.append(rows_B[:, None].expand_as(valid_BT)[valid_BT], index_N, layers, lengths=lengths)
+        new = cache.place(taps_BTF.shape[:2], counts_B=counts_B, positions_BT=positions_BT, rows=rows)
+        layers = self.context_keys_values(taps_BTF[new.valid_BT], new.index_N)
+        cache.append(new.rows_N, new.index_N, layers, lengths=new.lengths)
 
     @torch.no_grad()
     def draft_states(

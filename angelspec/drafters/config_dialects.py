@@ -1,6 +1,7 @@
-"""``config.json`` of a block drafter: every public spelling in, ours and the public ones out.
+"""``config.json`` of a drafter: every public spelling in, ours and the public ones out.
 
-What the spellings disagree on, and how it is told apart:
+The keys of MTP drafters are in ``mtp_config_dialects``. What the spellings of block drafters disagree on, and how it is
+told apart:
 
 * ``num_target_layers`` is the number of taps to AngelSpec and the number of the target's layers to everybody else.
 * ``block_size`` counts slots with the anchor, except under ``Qwen3DSparkModel``, where it counts proposals.
@@ -13,17 +14,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from angelspec.core.drafter_config import ALGORITHM_PARTS, BlockDrafterConfig
+from angelspec.core.drafter_config import ALGORITHM_PARTS, BlockDrafterConfig, DrafterConfig, MtpDrafterConfig
 from angelspec.core.errors import suggest
 from angelspec.core.geometry import Rope, TargetGeometry, spread_layer_ids
+from angelspec.drafters.config_reader import NESTED, ConfigReader
 from angelspec.drafters.key_dialects import Dialect
+from angelspec.drafters.mtp_config_dialects import (
+    MTP_ARCHITECTURES,
+    mtp_dialects_of,
+    mtp_fields,
+    write_mtp_config,
+)
 from angelspec.drafters.problem import Findings
 
 OWN_SECTION = "angelspec"
 """Key under which our exports keep the whole configuration in one spelling."""
-_NESTED = "dflash_config"
 _OWN_ARCHITECTURE = "AngelSpecBlockDrafter"
 """For combinations without a public name."""
 _SERVED_DSPARK = "Qwen3DSparkModel"
@@ -37,33 +44,8 @@ _ARCHITECTURES = {
 }
 _NATIVE_ARCHITECTURE = {"dflash": "DFlashDraftModel", "dflare": "DFlashDraftModel", "dspark": "DSparkDraftModel",
                         "dfly": "Qwen3DFlyModel"}  # fmt: skip
+_CONFIG = TypeAdapter(DrafterConfig)
 _MODEL_TYPE = {"dflash": "dflash", "dflare": "dflash", "dspark": "dspark", "dfly": "qwen3"}
-
-
-class _Reader:
-    """Looks keys up at the top level and under ``dflash_config``; the two must agree."""
-
-    def __init__(self, config: Mapping[str, Any], findings: Findings) -> None:
-        nested = config.get(_NESTED)
-        self.places = [config, nested if isinstance(nested, Mapping) else {}]
-        self.findings = findings
-
-    def get(self, key: str, default: Any = None) -> Any:
-        stated = [place[key] for place in self.places if place.get(key) is not None]
-        if len(stated) == 2 and stated[0] != stated[1]:
-            self.findings.add(
-                "config-conflict", key, f"{key} is {stated[0]} at the top level but {stated[1]} under {_NESTED}",
-                mend="keep the value it was trained with",
-            )  # fmt: skip
-        return stated[0] if stated else default
-
-    def need(self, key: str, *, mend: str | None = None) -> Any:
-        value = self.get(key)
-        if value is None:
-            self.findings.add(
-                "config-key-missing", key, f"config.json does not state {key}", mend=mend or f"add {key} to config.json"
-            )
-        return value
 
 
 def read_config(
@@ -72,33 +54,43 @@ def read_config(
     *,
     geometry: TargetGeometry | None = None,
     overrides: Mapping[str, Any] | None = None,
-) -> BlockDrafterConfig | None:
+) -> DrafterConfig | None:
     """Our configuration from a parsed ``config.json`` of any dialect; None, with problems, where it can't be had.
 
     Args:
         config: the parsed file.
         findings: receives every problem.
         geometry: the target's, to fill in the number of its layers where the file does not say it.
-        overrides: fields of ``BlockDrafterConfig`` that the file lacks or has wrong, stated by the caller.
+        overrides: fields of our configuration that the file lacks or has wrong, stated by the caller.
     """
     before = len(findings.problems)
-    fields = _public_fields(_Reader(config, findings), config, findings, geometry, dict(overrides or {}))
-    own = config.get(OWN_SECTION)
+    overrides = dict(overrides or {})
+    read, own, architecture = ConfigReader(config, findings), config.get(OWN_SECTION), _architecture(config)
+    if architecture in MTP_ARCHITECTURES:
+        fields = mtp_fields(
+            read, MTP_ARCHITECTURES[architecture], findings, geometry=geometry, overrides=overrides,
+            has_own_section=own is not None,
+        ) | overrides  # fmt: skip
+        if isinstance(own, Mapping) and isinstance(own.get("drafter"), Mapping):
+            fields["num_depths"] = overrides.get("num_depths", own["drafter"].get("num_depths"))
+        fields = {key: value for key, value in fields.items() if value is not None}
+    else:
+        fields = _public_fields(read, config, findings, geometry, overrides)
     if isinstance(own, Mapping) and isinstance(own.get("drafter"), Mapping):
         for key, value in own["drafter"].items():
-            if key in fields and key not in (overrides or {}) and not _same(fields[key], value):
+            if key in fields and key not in overrides and not _same(fields[key], value):
                 findings.add(
                     "config-conflict", key, f"{key} is {fields[key]} by public keys but {value} under {OWN_SECTION}",
                     mend="keep the value it was trained with",
                 )  # fmt: skip
-        fields = {**own["drafter"], **(overrides or {})}
+        fields = {**own["drafter"], **overrides}
     if len(findings.problems) > before:
         return None
     try:
-        return BlockDrafterConfig.model_validate(fields)
+        return _CONFIG.validate_python({"family": "block", **fields})
     except ValidationError as error:
         for item in error.errors():
-            key = ".".join(str(part) for part in item["loc"])
+            key = ".".join(str(part) for part in item["loc"][1:])  # behind the family
             message = item["msg"].removeprefix("Value error, ")
             key = key or message.split()[0]
             value = "" if item["type"] == "value_error" else f"{key} is {item.get('input')!r}: "
@@ -113,7 +105,7 @@ def _same(ours: Any, theirs: Any) -> bool:
 
 
 def _public_fields(
-    read: _Reader,
+    read: ConfigReader,
     config: Mapping[str, Any],
     findings: Findings,
     geometry: TargetGeometry | None,
@@ -132,28 +124,9 @@ def _public_fields(
         if head == "correction":
             width = read.get("hidden_correction_intermediate_size")
             fields["correction_intermediate_size"] = read.get("hidden_size") if width is None else width
-    for ours, theirs in {
-        "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
-        "num_heads": "num_attention_heads", "vocab_size": "vocab_size",
-    }.items():  # fmt: skip
-        if ours not in overrides:
-            fields[ours] = read.need(theirs)
-    fields["num_kv_heads"] = read.get("num_key_value_heads", fields.get("num_heads"))
-    head_dim = read.get("head_dim")
-    if head_dim is None and fields.get("hidden_size") and fields.get("num_heads"):
-        head_dim = fields["hidden_size"] // fields["num_heads"]
-    fields["head_dim"] = head_dim
-    fields["rms_norm_eps"] = read.get("rms_norm_eps", 1e-6)
-    fields["max_position_embeddings"] = read.get("max_position_embeddings", 32768)
-    fields["target_hidden_size"] = read.get("target_hidden_size", fields.get("hidden_size"))
-    try:
-        fields["rope"] = Rope.from_config(config)
-    except (ValueError, TypeError) as error:
-        findings.add("config-conflict", "rope", f"rope: {error}", mend="keep one spelling of the target's rope")
-    pruned = read.get("draft_vocab_size")
-    if pruned is not None and pruned != read.get("vocab_size"):
-        findings.add("unsupported", "draft_vocab_size", f"draft_vocab_size {pruned} differs from vocab_size: pruned")
-
+    fields |= read.layer_shape(overrides)
+    if "num_layers" not in overrides:
+        fields["num_layers"] = read.need("num_hidden_layers")
     anchor_predicts = read.get("sample_from_anchor")
     if anchor_predicts is None and not has_own and "sample_from_anchor" not in overrides:
         if algorithm == "dspark":
@@ -178,20 +151,24 @@ def _public_fields(
     return {key: value for key, value in fields.items() if value is not None}
 
 
+def _architecture(config: Mapping[str, Any]) -> str | None:
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names else None
+
+
 def _algorithm(config: Mapping[str, Any], findings: Findings) -> tuple[str | None, str | None]:
     """The architecture's name and what it stands for."""
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
+    name, known = _architecture(config), [*_ARCHITECTURES, *MTP_ARCHITECTURES]
     if name is None:
         findings.add(
             "config-key-missing", "architectures", "config.json does not state architectures",
-            mend=f"use one of: {', '.join(_ARCHITECTURES)}",
+            mend=f"use one of: {', '.join(known)}",
         )  # fmt: skip
         return None, None
     if name not in _ARCHITECTURES:
         findings.add(
-            "unsupported", "architectures", f"architecture '{name}' is no block drafter{suggest(name, _ARCHITECTURES)}",
-            mend=f"use one of: {', '.join(_ARCHITECTURES)}",
+            "unsupported", "architectures", f"architecture '{name}' is no drafter{suggest(name, known)}",
+            mend=f"use one of: {', '.join(known)}",
         )  # fmt: skip
         return name, None
     algorithm = _ARCHITECTURES[name]
@@ -210,7 +187,7 @@ def _algorithm(config: Mapping[str, Any], findings: Findings) -> tuple[str | Non
     return name, algorithm
 
 
-def _markov_fields(read: _Reader, findings: Findings) -> dict[str, Any]:
+def _markov_fields(read: ConfigReader, findings: Findings) -> dict[str, Any]:
     rank, kind = read.need("markov_rank"), read.get("markov_head_type", "vanilla")
     if rank is not None and (not isinstance(rank, int) or rank <= 0):
         findings.add("config-value", "markov_rank", f"markov_rank is {rank!r}; it must be a positive integer")
@@ -228,7 +205,7 @@ def _markov_fields(read: _Reader, findings: Findings) -> dict[str, Any]:
 
 
 def _target_fields(
-    read: _Reader, findings: Findings, geometry: TargetGeometry | None, overrides: dict[str, Any]
+    read: ConfigReader, findings: Findings, geometry: TargetGeometry | None, overrides: dict[str, Any]
 ) -> dict[str, Any]:
     """Layer ids, and the number of the target's layers from whichever key says it."""
     ids, stated = read.get("target_layer_ids"), read.get("num_target_layers")
@@ -261,8 +238,15 @@ def _target_fields(
     return {"target_num_layers": count, "target_layer_ids": tuple(ids) if isinstance(ids, list) else ids}
 
 
-def dialects_of(config: BlockDrafterConfig) -> tuple[Dialect, ...]:
-    """The dialects that can say this combination without loss."""
+def holds_a_target(config: Mapping[str, Any]) -> bool:
+    """Whether a parsed ``config.json`` is that of a whole target, in which an MTP layer may lie."""
+    return MTP_ARCHITECTURES.get(_architecture(config), "angelspec") != "angelspec"
+
+
+def dialects_of(config: DrafterConfig) -> tuple[Dialect, ...]:
+    """The dialects that can say this drafter without loss."""
+    if isinstance(config, MtpDrafterConfig):
+        return mtp_dialects_of(config)
     if (config.context, config.head) == ("projection", "none") and not config.confidence_head:
         return ("angelspec", "dflash")
     if (config.context, config.head) == ("projection", "markov"):
@@ -270,14 +254,28 @@ def dialects_of(config: BlockDrafterConfig) -> tuple[Dialect, ...]:
     return ("angelspec",)
 
 
-def write_config(config: BlockDrafterConfig, *, dialect: Dialect, dtype: str) -> dict[str, Any]:
+def write_config(
+    config: DrafterConfig, *, dialect: Dialect, dtype: str, target_config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """``config.json`` of an export.
 
     Args:
         config: ours.
         dialect: one of :func:`dialects_of`.
         dtype: of the tensors that are written, e.g. "bfloat16".
+        target_config: parsed ``config.json`` of the target, for the dialects that keep it (hy3, qwen3).
     """
+    if isinstance(config, MtpDrafterConfig):
+        written = write_mtp_config(config, dialect=dialect, dtype=dtype, target_config=target_config)
+    else:
+        written = _write_block_config(config, dialect=dialect, dtype=dtype)
+    # a public dialect can say all of a block drafter; of an MTP drafter it can't say the number of depths
+    if dialect == "angelspec" or isinstance(config, MtpDrafterConfig):
+        written[OWN_SECTION] = {"drafter": config.model_dump(mode="json")}
+    return written
+
+
+def _write_block_config(config: BlockDrafterConfig, *, dialect: Dialect, dtype: str) -> dict[str, Any]:
     algorithm = config.algorithm if config.algorithm in ALGORITHM_PARTS else None
     if algorithm is not None and (config.head != "markov") and config.confidence_head:
         algorithm = None
@@ -310,7 +308,7 @@ def write_config(config: BlockDrafterConfig, *, dialect: Dialect, dtype: str) ->
         "target_hidden_size": config.target_hidden_size,
         "target_num_hidden_layers": config.target_num_layers,
         **block,
-        _NESTED: dict(block),
+        NESTED: dict(block),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
@@ -324,6 +322,4 @@ def write_config(config: BlockDrafterConfig, *, dialect: Dialect, dtype: str) ->
         written["markov_head_type"] = "vanilla"
         written["enable_confidence_head"] = config.confidence_head
         written["confidence_head_with_markov"] = config.confidence_head
-    if dialect == "angelspec":
-        written[OWN_SECTION] = {"drafter": config.model_dump(mode="json")}
     return written

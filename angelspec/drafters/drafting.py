@@ -1,7 +1,8 @@
-"""Drafting: the context a drafter keeps per row, and choosing a block's tokens from left to right.
+"""Drafting: the context a drafter keeps per row, and choosing tokens from left to right.
 
-Shapes: B batch rows, W rows of the cache, N new tokens, S cached tokens, Q block slots, K = Q - 1 proposals, V
-vocabulary, M candidates, D hidden, H query heads, G key-value heads, C head channels.
+Shapes: B batch rows, W rows of the cache, T new tokens of a row, N new tokens of all rows, S cached tokens, Q states
+that ask (block slots; one for MTP), K proposals, V vocabulary, M candidates, D hidden, H query heads, G key-value
+heads, C head channels.
 """
 
 from __future__ import annotations
@@ -13,37 +14,58 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from angelspec.core.drafter_config import BlockDrafterConfig
-
 
 @dataclass(frozen=True)
 class Drafts:
-    """One block's proposals per row."""
+    """The proposals of one draft per row."""
 
     tokens_BK: Tensor
-    """int64 proposals, the argmax at every slot given the ones before it."""
+    """int64 proposals, each the argmax given the ones before it."""
     confidence_BK: Tensor
     """float32 in 0..1: the probability that the drafter gives to the chosen token given the ones before it, or what its
     confidence head says. Over a shortlist the probability is an estimate: candidates count as corrected, all other
     tokens as before the correction."""
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where new tokens go in a cache."""
+
+    valid_BT: Tensor
+    """bool: which of the given tokens count."""
+    rows_N: Tensor
+    """int64: row of the cache of each valid token, in the order of ``valid_BT``."""
+    index_N: Tensor
+    """int64: its place in the row, which is its position."""
+    lengths: Tensor
+    """int64 [W]: committed tokens of every row afterwards."""
+
+
 class ContextCache:
     """Keys and values of every committed token's context, per draft layer and row; it only grows.
 
     Index in the cache and position in the answer are one: token i of a row lies at index i. Behind the capacity lies
-    room for one block, so that a draft's own keys join the context without a copy.
+    room for ``spare`` states, so that a draft's own keys join the context without a copy.
     """
 
     def __init__(
-        self, config: BlockDrafterConfig, *, rows: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        rows: int,
+        capacity: int,
+        spare: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        shape = (rows, config.num_kv_heads, capacity + config.block_size, config.head_dim)
-        self.capacity = capacity
+        shape = (rows, num_kv_heads, capacity + spare, head_dim)
+        self.capacity, self.spare = capacity, spare
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         """int64 [W]: committed tokens per row."""
-        self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
     @property
     def num_rows(self) -> int:
@@ -53,6 +75,39 @@ class ContextCache:
     def select(self, rows: Tensor | None) -> Tensor:
         """Row indices [B]; None means all rows."""
         return torch.arange(self.num_rows, device=self.lengths.device) if rows is None else rows
+
+    def place(
+        self,
+        shape: tuple[int, int],
+        *,
+        counts_B: Tensor | None = None,
+        positions_BT: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Placement:
+        """Where the next tokens of some rows go; nothing is written.
+
+        Args:
+            shape: rows and most tokens per row that are given, left-aligned.
+            counts_B: valid tokens per row; None: all.
+            positions_BT: checked, where given, against the positions that come next in each row.
+            rows: rows of the cache [B]; None: all, in order.
+
+        Raises:
+            ValueError: a position is skipped or repeated, or a row outgrows the capacity.
+        """
+        batch, width = shape
+        rows_B = self.select(rows)
+        counts_B = torch.full_like(rows_B, width) if counts_B is None else counts_B.to(rows_B)
+        offset_T = torch.arange(width, device=rows_B.device)
+        valid_BT = offset_T < counts_B[:, None]
+        next_BT = self.lengths[rows_B][:, None] + offset_T
+        if positions_BT is not None and not torch.equal(positions_BT[valid_BT], next_BT[valid_BT]):
+            raise ValueError("states must continue each row of the context without a gap or a repetition")
+        lengths = self.lengths.clone()
+        lengths[rows_B] += counts_B
+        if batch != rows_B.shape[0] or int(lengths.max()) > self.capacity:
+            raise ValueError(f"context of {int(lengths.max())} tokens, {batch} rows: capacity is {self.capacity}")
+        return Placement(valid_BT, rows_B[:, None].expand_as(valid_BT)[valid_BT], next_BT[valid_BT], lengths)
 
     def append(
         self, rows_N: Tensor, index_N: Tensor, layers: Iterable[tuple[Tensor, Tensor]], *, lengths: Tensor | None
@@ -64,10 +119,16 @@ class ContextCache:
         if lengths is not None:
             self.lengths = lengths
 
-    def attend(self, rows: Tensor | None, layer: int, query_BQHC: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of one block per row to the row's context and to itself (keys and values [B, Q, G, C])."""
+    def attend(
+        self, rows: Tensor | None, layer: int, query_BQHC: Tensor, key: Tensor, value: Tensor, *, offset: int = 0
+    ) -> Tensor:
+        """Write Q states per row (keys and values [B, Q, G, C]) and attend to all up to and including them.
+
+        ``offset`` is their distance from the end of the committed tokens: 0 for a block, k - 1 for depth k of MTP,
+        whose earlier depths lie between, -1 for the last committed token itself.
+        """
         batch_B = self.select(rows)
-        keys, values, start_B = self._keys[layer], self._values[layer], self.lengths[batch_B]
+        keys, values, start_B = self._keys[layer], self._values[layer], self.lengths[batch_B] + offset
         index_BQ = start_B[:, None] + torch.arange(key.shape[1], device=key.device)
         keys[batch_B[:, None], :, index_BQ] = key.to(keys.dtype)
         values[batch_B[:, None], :, index_BQ] = value.to(values.dtype)
@@ -103,6 +164,12 @@ def vocabulary_logits(states: Tensor, head_VD: Tensor) -> Tensor:
     return F.linear(states.to(head_VD.dtype), head_VD).float()
 
 
+def best_tokens(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token [B] of each row and its probability [B]."""
+    best_B, token_B = logits_BV.max(dim=-1)
+    return token_B, (best_B - logits_BV.logsumexp(-1)).exp()
+
+
 Score = Callable[[int, Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
 """(slot, corrected_BD, markov_BR) -> the chosen token [B] and its probability [B]."""
 
@@ -118,8 +185,7 @@ def exact_scores(hidden_BKD: Tensor, head_VD: Tensor, *, corrects: bool, markov_
         logits_BV = vocabulary_logits(corrected_BD, head_VD) if base_BKV is None else base_BKV[:, slot]
         if markov_BR is not None:
             logits_BV = logits_BV + markov_bias(markov_BR, None)
-        best, token_B = logits_BV.max(dim=-1)
-        return token_B, (best - logits_BV.logsumexp(-1)).exp()
+        return best_tokens(logits_BV)
 
     return score
 

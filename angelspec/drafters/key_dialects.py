@@ -1,13 +1,17 @@
-"""The names that public checkpoints give to the same tensors, and which of them need not be there."""
+"""The names that public checkpoints give to the same tensors, and which of them need not be there.
+
+Where an MTP layer's tensors lie among a target's is told in ``mtp_layouts``.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import Literal
 
-Dialect = Literal["angelspec", "dflash", "dspark"]
-"""angelspec: AngelSpec's own names, every combination. dflash: what z-lab, SGLang and vLLM load as DFlash. dspark: what
-SGLang loads as Qwen3DSparkModel."""
+Dialect = Literal["angelspec", "dflash", "dspark", "hy3", "qwen3"]
+"""angelspec: AngelSpec's own names, every drafter. dflash: what z-lab, SGLang and vLLM load as DFlash. dspark: what
+SGLang loads as Qwen3DSparkModel. hy3: an MTP layer as Hy3 carries its own, under the target's configuration. qwen3: an
+MTP layer inside a full copy of a Qwen3 target."""
 
 _PREFIXES = ("draft_model.", "module.")
 _TO_NATIVE = {
@@ -32,18 +36,29 @@ _KNOWN = re.compile(
         | hidden_correction\.(?:hidden_norm|embed_norm|gate_proj|up_proj|down_proj)\.weight
         | markov_head\.markov_w[12]\.weight
         | confidence_head\.proj\.(?:weight|bias)
+        | (?:enorm|hnorm|eh_proj|final_layernorm)\.weight
+        | midlayer\.(?:
+            (?:input_layernorm|post_attention_layernorm)\.weight
+            | self_attn\.(?:[qkvo]_proj|[qk]_norm)\.weight
+            | mlp\.(?:shared_mlp\.)?(?:gate|up|down)_proj\.weight
+            | mlp\.(?:router\.gate\.weight|expert_bias|experts_(?:gate|up|down)_proj))
     )$""",
     re.VERBOSE,
 )
 
 
 def native_key(name: str) -> str:
-    """A tensor's name in our dialect, from any other: wrapper prefixes stripped, z-lab's three names translated."""
+    """A block drafter's tensor in our dialect, from any other: prefixes stripped, z-lab's three names translated."""
+    return _TO_NATIVE.get(stripped(name), stripped(name))
+
+
+def stripped(name: str) -> str:
+    """The name without the prefixes that training wrappers put before it."""
     _, found, rest = name.rpartition("draft_model.")
     name = rest if found else name
     while name.startswith(_PREFIXES):
         name = name.partition(".")[2]
-    return _TO_NATIVE.get(name, name)
+    return name
 
 
 def public_key(name: str, dialect: Dialect) -> str:
@@ -52,5 +67,5 @@ def public_key(name: str, dialect: Dialect) -> str:
 
 
 def is_known_key(native_name: str) -> bool:
-    """Whether any block drafter has a tensor of this name."""
+    """Whether any drafter has a tensor of this name."""
     return _KNOWN.match(native_name) is not None

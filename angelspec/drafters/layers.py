@@ -1,4 +1,4 @@
-"""The decoder layer of a block drafter: pre-norm attention and SwiGLU, as in Llama and Qwen3.
+"""Parts of a drafter's decoder layer (pre-norm attention and SwiGLU, as in Llama and Qwen3), and a block's layer.
 
 Shapes: A anchors (or batch rows), K block slots, Q slots that ask, D hidden, H query heads, G key-value heads, C head
 channels, I inner width. ``...`` stands for any leading axes.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from angelspec.core.drafter_config import BlockDrafterConfig
+from angelspec.core.drafter_config import BlockDrafterConfig, MtpDrafterConfig
 from angelspec.ops.activation import gated_silu
 from angelspec.ops.norm import rms_norm
 from angelspec.ops.rope import rotate
@@ -55,10 +55,13 @@ def _matrix(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=False)
 
 
-class BlockSelfAttention(nn.Module):
-    """Projections of one layer; with ``own_context`` the context has keys and values of its own (DFlare)."""
+class SelfAttention(nn.Module):
+    """Projections of one layer; with ``own_context`` the context has keys and values of its own (DFlare), without
+    ``qk_norm`` queries and keys are not normalised."""
 
-    def __init__(self, config: BlockDrafterConfig, *, own_context: bool) -> None:
+    def __init__(
+        self, config: BlockDrafterConfig | MtpDrafterConfig, *, own_context: bool = False, qk_norm: bool = True
+    ) -> None:
         super().__init__()
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.head_dim = config.head_dim
@@ -69,8 +72,10 @@ class BlockSelfAttention(nn.Module):
         if own_context:
             self.k_proj_target = _matrix(config.hidden_size, keys)
             self.v_proj_target = _matrix(config.hidden_size, keys)
-        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        if qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.qk_norm = qk_norm
         self.own_context = own_context
 
     def _heads(self, states: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -78,11 +83,13 @@ class BlockSelfAttention(nn.Module):
 
     def queries(self, states: Tensor, dtype: torch.dtype | None) -> Tensor:
         """[..., D] to normalised, not yet rotated queries [..., H, C]."""
-        return self.q_norm(self._heads(states, self.q_proj.weight, dtype))
+        query = self._heads(states, self.q_proj.weight, dtype)
+        return self.q_norm(query) if self.qk_norm else query.to(self.q_proj.weight.dtype)
 
     def keys_values(self, states: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        """[..., D] of block slots to normalised, not yet rotated keys and values [..., G, C]."""
-        key = self.k_norm(self._heads(states, self.k_proj.weight, dtype))
+        """[..., D] to normalised, not yet rotated keys and values [..., G, C]."""
+        key = self._heads(states, self.k_proj.weight, dtype)
+        key = self.k_norm(key) if self.qk_norm else key.to(self.k_proj.weight.dtype)
         return key, self._heads(states, self.v_proj.weight, dtype).to(key.dtype)
 
     def context_keys_values(
@@ -94,14 +101,14 @@ class BlockSelfAttention(nn.Module):
         return rotate(key, *rotation), self._heads(context, values.weight, dtype).to(key.dtype)
 
 
-class BlockMLP(nn.Module):
+class DenseMLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: BlockDrafterConfig) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = _matrix(config.hidden_size, config.intermediate_size)
-        self.up_proj = _matrix(config.hidden_size, config.intermediate_size)
-        self.down_proj = _matrix(config.intermediate_size, config.hidden_size)
+        self.gate_proj = _matrix(hidden_size, intermediate_size)
+        self.up_proj = _matrix(hidden_size, intermediate_size)
+        self.down_proj = _matrix(intermediate_size, hidden_size)
 
     def forward(self, residual: Tensor, states: Tensor, dtype: torch.dtype | None) -> Tensor:
         """``residual`` plus the gated product of ``states``, [..., D] both."""
@@ -118,14 +125,14 @@ def _per_slot(shared: Tensor, num_slots: int, *, from_slot: int) -> Tensor:
 
 
 class BlockLayer(nn.Module):
-    """One decoder layer; the layer's context reaches it through ``attend``."""
+    """One decoder layer of a block drafter; the layer's context reaches it through ``attend``."""
 
     def __init__(self, config: BlockDrafterConfig, *, index: int) -> None:
         super().__init__()
         self.index = index
         self.is_last = index == config.num_layers - 1
-        self.self_attn = BlockSelfAttention(config, own_context=config.context == "fusion")
-        self.mlp = BlockMLP(config)
+        self.self_attn = SelfAttention(config, own_context=config.context == "fusion")
+        self.mlp = DenseMLP(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 

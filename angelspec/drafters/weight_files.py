@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from angelspec.drafters.problem import Findings
 
 SAFETENSORS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _PICKLE = "pytorch_model.bin"
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth"}
 _LFS_START = b"version https://git-lfs"
@@ -29,7 +29,7 @@ def find_weights(folder: Path, findings: Findings) -> list[Path]:
     More than one set of weights is a problem, since either could be meant.
     """
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    sets = [name for name in names if name in (SAFETENSORS, _INDEX, _PICKLE)]
+    sets = [name for name in names if name in (SAFETENSORS, INDEX, _PICKLE)]
     if not sets:
         sets = [name for name in names if Path(name).suffix in {".safetensors", *_PICKLE_SUFFIXES}]
     if len(sets) > 1:
@@ -48,24 +48,50 @@ def find_weights(folder: Path, findings: Findings) -> list[Path]:
             mend = f"restore what {', '.join(dangling)} points at"
         findings.add("no-weights", SAFETENSORS, f"{folder} holds no weights ({SAFETENSORS} or {_PICKLE})", mend=mend)
         return []
-    if sets[0] != _INDEX:
+    if sets[0] != INDEX:
         return [folder / sets[0]]
     try:
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         shards = sorted(set(index["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        findings.add("unreadable", _INDEX, f"{folder / _INDEX} is no index of shards: {error}")
+        findings.add("unreadable", INDEX, f"{folder / INDEX} is no index of shards: {error}")
         return []
     absent = [shard for shard in shards if not (folder / shard).is_file()]
     for shard in absent:
-        findings.add(
-            "shard-missing", shard, f"{folder / shard} is named by {_INDEX} but missing", mend="fetch it again"
-        )
+        findings.add("shard-missing", shard, f"{folder / shard} is named by {INDEX} but missing", mend="fetch it again")
     return [] if absent else [folder / shard for shard in shards]
 
 
-def read_tensors(path: Path, findings: Findings) -> dict[str, Tensor]:
-    """All tensors of one file on the CPU; none, and a problem that says why, where it can't be read."""
+def tensor_names(files: Iterable[Path]) -> set[str]:
+    """Names in the headers of those files that are sound safetensors; nothing else is read."""
+    names: set[str] = set()
+    for path in files:
+        if path.suffix in _PICKLE_SUFFIXES or not _is_sound(path):
+            continue
+        names.update(safetensors_header(path))
+    return names
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """Each tensor's entry (dtype, shape, data_offsets) in the header of a sound safetensors file."""
+    with path.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+def _is_sound(path: Path) -> bool:
+    size, findings = path.stat().st_size, Findings()
+    return size > 0 and _safetensors_layout_is_sound(path, size, findings)
+
+
+def read_tensors(path: Path, findings: Findings, *, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
+    """Tensors of one file on the CPU; none, and a problem that says why, where it can't be read.
+
+    Args:
+        path: a safetensors or pickle file.
+        findings: receives every problem.
+        wanted: tells by name which tensors to read; None: all.
+    """
     size = path.stat().st_size
     with path.open("rb") as stream:
         start = stream.read(1024)
@@ -81,14 +107,14 @@ def read_tensors(path: Path, findings: Findings) -> dict[str, Tensor]:
             mend="run `git lfs pull`, or download the file itself",
         )  # fmt: skip
         return {}
-    return _read_pickle(path, findings) if path.suffix in _PICKLE_SUFFIXES else _read_safetensors(path, size, findings)
-
-
-def _read_safetensors(path: Path, size: int, findings: Findings) -> dict[str, Tensor]:
+    if path.suffix in _PICKLE_SUFFIXES:
+        content = _read_pickle(path, findings)
+        return {name: value for name, value in content.items() if wanted is None or wanted(name)}
     if not _safetensors_layout_is_sound(path, size, findings):
         return {}
     try:
-        return load_file(path)
+        with safe_open(path, framework="pt") as stream:
+            return {name: stream.get_tensor(name) for name in stream.keys() if wanted is None or wanted(name)}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         findings.add("unreadable", path.name, f"{path}: {error}", mend="fetch or export it again")
         return {}

@@ -16,8 +16,7 @@ import torch
 from angelspec.core.errors import DataError
 from angelspec.decoding.answers import Decoded, DecodeRun
 from angelspec.decoding.plain import decode_plain
-from angelspec.decoding.proposer import Proposer
-from angelspec.decoding.proposers import NoProposer
+from angelspec.decoding.proposer import NoProposer, Proposer
 from angelspec.decoding.speculative import decode
 from angelspec.evaluation.results import (
     AnswerGroup,

@@ -18,10 +18,10 @@ from angelspec.core.comparison import Comparison, Ordering
 from angelspec.core.files import write_text_atomic
 from angelspec.core.modes import Mode
 from angelspec.core.workloads import WORKLOADS
-from angelspec.evaluation.report import Table
+from angelspec.evaluation.tables import MISSING, Table
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-Verdict = Literal["holds", "undecided", "does not hold"]
+Verdict = Literal["holds", "undecided", "does not hold", "not measured"]
 
 
 class Outcome(BaseModel):
@@ -101,11 +101,13 @@ class ComparisonReport(BaseModel):
 
 
 def verdict(differences: Iterable[float]) -> Verdict:
-    """Whether every seed agrees on the sign; ``undecided`` where they differ or nothing was measured."""
+    """Whether every seed agrees on the sign; ``undecided`` where they differ."""
     values = list(differences)
-    if values and all(value > 0 for value in values):
+    if not values:
+        return "not measured"
+    if all(value > 0 for value in values):
         return "holds"
-    if values and all(value <= 0 for value in values):
+    if all(value <= 0 for value in values):
         return "does not hold"
     return "undecided"
 
@@ -114,7 +116,7 @@ def spread(values: Iterable[float], *, pattern: str = "{:.3f}") -> str:
     """Mean and sample standard deviation as text; the value alone if there is one, a dash if there is none."""
     values = list(values)
     if not values:
-        return "–"
+        return MISSING
     text = pattern.format(mean(values))
     return text if len(values) == 1 else f"{text} ± {pattern.format(stdev(values))}"
 
@@ -133,7 +135,8 @@ def length_table(report: ComparisonReport, *, mode: Mode, finished: bool) -> Tab
             spread(report.lengths(variant, mode=mode, workloads=names, finished=finished).values())
             for _, names in columns
         ]
-        rows.append((variant, *cells))
+        if set(cells) != {MISSING}:
+            rows.append((variant, *cells))
     kind = "finished" if finished else "unfinished"
     return Table(
         title=f"Accepted length on {kind} answers, {mode} prompts, temperature {report.temperature:g}",
@@ -185,7 +188,7 @@ def training_table(report: ComparisonReport) -> Table:
         title="Training",
         columns=("variant", "steps", "supervised positions", "held-out accepted length", "seconds"),
         rows=tuple(rows),
-        caption="held-out rows are those of the variant's own mode and workloads, unfinished answers excepted",
+        caption="held-out rows are those of the variant's own mode and workloads",
     )
 
 
@@ -195,6 +198,6 @@ def comparison_tables(report: ComparisonReport) -> list[Table]:
     for finished in (True, False):
         for mode in report.modes:
             table = length_table(report, mode=mode, finished=finished)
-            if any(cell != "–" for row in table.rows for cell in row[1:]):
+            if table.rows:
                 found.append(table)
     return [*found, training_table(report)]

@@ -14,6 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from angelspec.evaluation.report import Report
+
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 NEUTRAL = "#8C8C8C"
 """What needs no training."""
@@ -68,3 +70,10 @@ def legend_above(axes: Axes, *, columns: int = 6) -> None:
             handles, labels, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=min(columns, len(labels)),
             borderaxespad=0.2, columnspacing=1.4, handlelength=1.2, handletextpad=0.5,
         )  # fmt: skip
+
+
+def drafter_colours(report: Report) -> dict[str, str]:
+    """Colours by drafter, the same in every picture; drafters without weights are grey."""
+    trained = [drafter.name for drafter in report.drafters if drafter.identity.get("kind") not in ("lookup", "none")]
+    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(trained)}
+    return {drafter.name: colours.get(drafter.name, NEUTRAL) for drafter in report.drafters}

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from angelspec.evaluation.drawing import COLOURS, MARKERS, NEUTRAL, drawing, legend_above
-from angelspec.evaluation.report import Report, component_milliseconds
+from angelspec.evaluation.breakeven_plot import plot_breakeven
+from angelspec.evaluation.drawing import COLOURS, MARKERS, drafter_colours, drawing, legend_above
+from angelspec.evaluation.report import Report
+from angelspec.evaluation.speed_tables import component_milliseconds
 
 _COMPONENT_COLOURS = {
     "prefill": "#9A9A9A",
@@ -30,6 +32,10 @@ def plot_report(report: Report, folder: Path) -> dict[str, Path]:
             report, folder / f"positions-t{label}.png", temperature=temperature
         )
     pictures["Time per answer token"] = plot_components(report, folder / "time.png")
+    for temperature in sorted({times.temperature for times in report.step_times}):
+        pictures[f"Break-even with MTP, temperature {temperature:g}"] = plot_breakeven(
+            report, folder / f"breakeven-t{temperature:g}.png", temperature=temperature
+        )
     if report.shortlist:
         pictures["Shortlist"] = plot_shortlist(report, folder / "shortlist.png")
     return pictures
@@ -49,7 +55,7 @@ def plot_accepted_length(report: Report, path: Path, *, temperature: float) -> P
     }
     count = max(1, len(values))
     width = 0.8 / count
-    colours = _drafter_colours(report)
+    colours = drafter_colours(report)
     slots = len(labels) * count
     with drawing(path, width=max(6.5, 1.6 + 0.42 * slots + 0.25 * len(labels)), height=4.2) as (_, (axes,)):
         highest = max((value for row in values.values() for value in row if value is not None), default=1.0)
@@ -88,7 +94,7 @@ def plot_accepted_length(report: Report, path: Path, *, temperature: float) -> P
 
 def plot_positions(report: Report, path: Path, *, temperature: float) -> Path:
     """p_k over k: one panel per workload, one line per drafter."""
-    colours = _drafter_colours(report)
+    colours = drafter_colours(report)
     panels = list(report.workloads) or [None]
     width = max(5.0, 3.1 * len(panels) + 0.8)
     with drawing(path, width=width, height=3.7, columns=len(panels), share_y=True) as (figure, all_axes):
@@ -188,10 +194,3 @@ def plot_shortlist(report: Report, path: Path) -> Path:
             axes.grid(axis="x", visible=False)
         figure.suptitle("What a shortlist costs and gains", x=0.01, ha="left", fontsize=12, fontweight="bold")
     return path
-
-
-def _drafter_colours(report: Report) -> dict[str, str]:
-    """Colours by drafter, the same in every picture; drafters without weights are grey."""
-    trained = [drafter.name for drafter in report.drafters if drafter.identity.get("kind") not in ("lookup", "none")]
-    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(trained)}
-    return {drafter.name: colours.get(drafter.name, NEUTRAL) for drafter in report.drafters}

@@ -174,6 +174,28 @@ class ExactnessResult(BaseModel):
         return self.identical == self.prompts
 
 
+class StepTimes(BaseModel):
+    """The parts of a verify step with one drafter while a whole batch is running, summed over the measured steps."""
+
+    model_config = _STRICT
+
+    proposer: str
+    temperature: float
+    batch_size: int = Field(ge=1)
+    steps: int = Field(ge=1)
+    draft_seconds: float
+    """Drafting, and handing the target's states to the drafter."""
+    verify_seconds: float
+    """The target's forward over the proposals, vocabulary head included."""
+    sample_seconds: float
+    """Choosing the target's tokens and comparing the proposals with them."""
+
+    @property
+    def seconds_per_step(self) -> float:
+        """T_draft + T_verify + T_sample of one step of the whole batch."""
+        return (self.draft_seconds + self.verify_seconds + self.sample_seconds) / self.steps
+
+
 class ShortlistResult(BaseModel):
     """What a shortlist of M candidates per slot costs and gains."""
 

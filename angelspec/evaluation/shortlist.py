@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from angelspec.core.acceptance import pool
-from angelspec.decoding.proposers import BlockProposer
+from angelspec.decoding.block_proposer import BlockProposer
 from angelspec.evaluation.acceptance import decode_suites, unit_facts
 from angelspec.evaluation.results import MeasureSettings, ShortlistResult
 from angelspec.evaluation.suites import Suite

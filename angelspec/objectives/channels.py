@@ -1,6 +1,7 @@
 """What is asked of the vocabulary head: records shared by the frugal path and its reference.
 
-Shapes: N token positions, M distinct teacher rows, V vocabulary, D hidden, R rank of the trainable addition.
+Shapes: N token positions, M distinct teacher rows, T teacher rows that are held, V vocabulary, D hidden, R rank of the
+trainable addition, K teacher's most probable tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Support:
     """Where student and teacher are compared; the three supports of ``tokenwise.forward_kl``."""
 
     top_k: int | None = None
-    """KL on the teacher's K most probable tokens; None: the whole vocabulary."""
+    """KL on the teacher's K most probable tokens; None: the whole vocabulary. Of tokens that share the K-th place
+    either some count, or (where K is large and the frugal path cuts by a threshold) all."""
     renormalise: bool = False
     """Renormalise both inside the top K, for every comparison and for alpha; otherwise only KL is restricted."""
 
@@ -71,6 +73,35 @@ class Teacher(NamedTuple):
     """Row of ``hidden_MD`` for each position; None: position i has row i. Overlapping blocks share rows."""
 
 
+class TopTokens(NamedTuple):
+    """The K largest logits of each teacher row, in no particular order, and the tokens that have them."""
+
+    logits_TK: Tensor
+    tokens_TK: Tensor
+
+
+class Judged(NamedTuple):
+    """What is kept of teacher rows once their logits have been looked at."""
+
+    probability_TV: Tensor
+    """p over the whole vocabulary. Cut by a threshold: negative outside the support, or 0 there (and renormalised) with
+    a renormalised support. Gathered and renormalised: the logits as they were."""
+    top: TopTokens | None = None
+    """The support, where it is gathered."""
+    entropy_T: Tensor | None = None
+    """- sum p log p on a support that is not gathered; None where no KL asks for it."""
+    mass_T: Tensor | None = None
+    """sum p on the support, where that may be less than 1."""
+
+
+class JudgedTeacher(NamedTuple):
+    """Teacher rows that met the head before (``head_loss.judge_rows``) and now judge positions of several calls."""
+
+    rows: Judged
+    index_N: Tensor
+    """Row of ``rows`` for each position."""
+
+
 class LowRank(NamedTuple):
     """A trainable addition to the logits, state_NR @ weight_VR^T (DSpark's Markov head)."""
 
@@ -85,8 +116,10 @@ class TokenStatistics(NamedTuple):
     """-log q(label)."""
     confidence_N: Tensor
     """Largest probability of the student."""
+    top_N: Tensor
+    """int64: the student's most probable token, the lowest of equal ones."""
     correct_N: Tensor
-    """bool: the student's most probable token is the label."""
+    """bool: that token is the label."""
     alpha_N: Tensor | None
     """sum min(p, q) on the support; None without a teacher."""
 
@@ -105,7 +138,7 @@ def check_request(
     head_VD: Tensor,
     labels_N: Tensor,
     channels: Mapping[str, Channel],
-    teacher: Teacher | None,
+    teacher: Teacher | JudgedTeacher | None,
     low_rank: LowRank | None,
     support: Support,
 ) -> None:
@@ -121,7 +154,11 @@ def check_request(
     _expect("labels_N", labels_N, (num_positions,))
     if head_VD.requires_grad:
         raise ValueError("head_VD is frozen here and would silently get no gradient; detach it")
-    if teacher is not None:
+    if isinstance(teacher, JudgedTeacher):
+        _expect("teacher.index_N", teacher.index_N, (num_positions,))
+        if low_rank is not None:
+            raise ValueError("judged rows live for one walk, and an addition to the logits needs two; give the states")
+    elif teacher is not None:
         num_rows = num_positions if teacher.index_N is None else teacher.hidden_MD.shape[0]
         _expect("teacher.hidden_MD", teacher.hidden_MD, (num_rows, width))
         if teacher.index_N is not None:

@@ -1,10 +1,10 @@
 """Losses of a channel from a row's statistics, and the gradient with respect to the logits in closed form.
 
-With q = softmax(z) of the student, p of the teacher, s = sign(q - p) and s_mean = sum_i s_i q_i:
+With q = softmax(z) of the student, p of the teacher, and A = the sum of q where q <= p:
 
     dCE/dz   = q - onehot(label)
     dKL/dz   = q * mass - p on the support      (mass = sum of p on the support: 1 if full or renormalised)
-    dTV/dz   = q * (s - s_mean) / 2
+    dTV/dz   = q * A - [q where q <= p]
     dalpha   = -dTV
 
 Every loss here is a function of CE, KL, TV and alpha whose mix is known once a row's statistics are, so its gradient

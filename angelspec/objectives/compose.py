@@ -1,11 +1,15 @@
-"""From an objective and a block drafter's states to loss terms: the one place where losses are composed.
+"""From an objective and a drafter's states to loss terms: the one place where losses are composed.
 
-Shapes: A anchors (blocks), K supervised slots of a block (block size - 1), N valid (anchor, slot) pairs in row-major
-order, M distinct teacher rows, V vocabulary, D hidden.
+A block drafter's states meet the head in one call (``block_loss_terms``); an unrolled drafter's do so depth by depth
+(``unrolled``) and are composed from what comes back. Either way the results stand in a grid of draft and proposal.
+
+Shapes: A anchors (blocks, or positions of an unrolled drafter), K supervised slots of a block (block size - 1; or
+depths), N valid (anchor, slot) pairs in row-major order, M distinct teacher rows, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -13,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from angelspec.core.objective import Objective
-from angelspec.objectives.channels import Channel, HeadLoss, LowRank, Support, Teacher, TokenStatistics
+from angelspec.objectives.channels import Channel, LowRank, Support, Teacher
 from angelspec.objectives.end_to_end import end_to_end_tv, prefix_products
 from angelspec.objectives.head_loss import head_loss
 from angelspec.objectives.head_loss_reference import reference_head_loss
@@ -23,6 +27,21 @@ from angelspec.objectives.workspace import Budget, Workspace
 
 TOKEN, END_TO_END_TV, CONFIDENCE = "token", "end_to_end_tv", "confidence"
 """Names of the loss terms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Per-token results in their places, [A,K] each, and 0 where a slot is not valid."""
+
+    valid_AK: Tensor
+    """bool."""
+    losses: dict[str, Tensor]
+    """By channel, with their graph."""
+    ce_AK: Tensor
+    correct_AK: Tensor
+    """1 where the most probable token is the label."""
+    alpha_AK: Tensor | None
+    """None without a teacher."""
 
 
 def block_loss_terms(
@@ -77,8 +96,18 @@ def block_loss_terms(
             result = head_loss(hidden_ND, **request, budget=budget, workspace=workspace)
         case "reference":
             result = reference_head_loss(hidden_ND, **request)
-    losses = _terms(objective, result, valid_AK=valid_AK, confidence_logit_N=confidence_logit_N)
-    return LossTerms(losses=losses, counts=_counts(result.statistics, valid_AK))
+    statistics = result.statistics
+    grid = Grid(
+        valid_AK=valid_AK,
+        losses={name: to_grid(loss_N, valid_AK=valid_AK) for name, loss_N in result.losses.items()},
+        ce_AK=to_grid(statistics.ce_N, valid_AK=valid_AK),
+        correct_AK=to_grid(statistics.correct_N.to(statistics.ce_N.dtype), valid_AK=valid_AK),
+        alpha_AK=None if statistics.alpha_N is None else to_grid(statistics.alpha_N, valid_AK=valid_AK),
+    )
+    confidence_AK = None
+    if objective.confidence:
+        confidence_AK = to_grid(confidence_logit_N.to(statistics.ce_N.dtype), valid_AK=valid_AK)
+    return grid_terms(objective, grid, end_to_end_AK=valid_AK, confidence_logit_AK=confidence_AK)
 
 
 def channels_of(objective: Objective) -> dict[str, Channel]:
@@ -110,41 +139,39 @@ def to_grid(values_N: Tensor, *, valid_AK: Tensor) -> Tensor:
     return values_N.new_zeros(valid_AK.shape).masked_scatter(valid_AK, values_N)
 
 
-def _terms(
-    objective: Objective, result: HeadLoss, *, valid_AK: Tensor, confidence_logit_N: Tensor | None
-) -> dict[str, Ratio]:
-    statistics = result.statistics
-    ce_AK = to_grid(statistics.ce_N, valid_AK=valid_AK)
-    weights_AK = slot_weights(objective, ce_AK=ce_AK, mask_AK=valid_AK)
+def grid_terms(
+    objective: Objective, grid: Grid, *, end_to_end_AK: Tensor, confidence_logit_AK: Tensor | None = None
+) -> LossTerms:
+    """Return the objective's terms and counts of results that stand in their places.
+
+    Args:
+        objective: what to compute.
+        grid: results of the channels that ``channels_of`` names.
+        end_to_end_AK: bool, the slots that enter the end-to-end term.
+        confidence_logit_AK: needed if the objective weighs ``confidence``.
+    """
+    weights_AK = slot_weights(objective, ce_AK=grid.ce_AK, mask_AK=grid.valid_AK)
     total_weight = weights_AK.sum()
     terms = {}
-    if TOKEN in result.losses:
-        loss_AK = to_grid(result.losses[TOKEN], valid_AK=valid_AK)
-        terms[TOKEN] = Ratio((weights_AK * loss_AK).sum(), total_weight)
-    if END_TO_END_TV in result.losses:
-        alpha_AK = to_grid(1.0 - result.losses[END_TO_END_TV], valid_AK=valid_AK)
-        blocks = end_to_end_tv(alpha_AK, mask_AK=valid_AK)
-        terms[END_TO_END_TV] = Ratio(objective.end_to_end_tv * blocks.numerator, blocks.denominator)
+    if TOKEN in grid.losses:
+        terms[TOKEN] = Ratio((weights_AK * grid.losses[TOKEN]).sum(), total_weight)
+    if END_TO_END_TV in grid.losses:
+        drafts = end_to_end_tv(1.0 - grid.losses[END_TO_END_TV], mask_AK=end_to_end_AK)
+        terms[END_TO_END_TV] = Ratio(objective.end_to_end_tv * drafts.numerator, drafts.denominator)
     if objective.confidence:
-        loss_N = F.binary_cross_entropy_with_logits(
-            confidence_logit_N.to(statistics.ce_N.dtype), statistics.alpha_N.clamp(0, 1), reduction="none"
-        )
-        loss_AK = to_grid(loss_N, valid_AK=valid_AK)
+        loss_AK = F.binary_cross_entropy_with_logits(confidence_logit_AK, grid.alpha_AK.clamp(0, 1), reduction="none")
         terms[CONFIDENCE] = Ratio(objective.confidence * (weights_AK * loss_AK).sum(), total_weight)
-    return terms
+    return LossTerms(losses=terms, counts=_counts(grid))
 
 
 @torch.no_grad()
-def _counts(statistics: TokenStatistics, valid_AK: Tensor) -> SlotCounts:
-    def per_slot(values_N: Tensor) -> Tensor:
-        return to_grid(values_N.double(), valid_AK=valid_AK).sum(0)
-
-    correct_AK = to_grid(statistics.correct_N.double(), valid_AK=valid_AK)
-    prefix_AK = prefix_products(torch.where(valid_AK, correct_AK, 1.0))
+def _counts(grid: Grid) -> SlotCounts:
+    valid_AK, correct_AK = grid.valid_AK.double(), grid.correct_AK.double()
+    prefix_AK = prefix_products(torch.where(grid.valid_AK, correct_AK, 1.0))
     return SlotCounts(
-        valid_K=valid_AK.double().sum(0),
+        valid_K=valid_AK.sum(0),
         correct_K=correct_AK.sum(0),
         accepted_K=(prefix_AK * valid_AK).sum(0),
-        ce_K=per_slot(statistics.ce_N),
-        alpha_K=None if statistics.alpha_N is None else per_slot(statistics.alpha_N),
+        ce_K=grid.ce_AK.double().sum(0),
+        alpha_K=None if grid.alpha_AK is None else grid.alpha_AK.double().sum(0),
     )

@@ -1,8 +1,8 @@
 """End-to-end total variation: one minus the expected accepted share of a whole draft.
 
-A draft's j-th token is kept only if all before it are, so its chance is prod_{i <= j} alpha_i. The loss of a block
-is 1 - sum_j m_j prod_{i <= j} alpha_i / sum_j m_j, where a masked slot has m = 0 and counts as alpha = 1
-(AngelSpec, arXiv 2607.25852). For MTP the slots are the depths of one position.
+A draft's j-th token is kept only if all before it are, so its chance is prod_{i <= j} alpha_i. The loss of a block is 1
+- sum_j m_j prod_{i <= j} alpha_i / sum_j m_j, where a masked slot has m = 0 and counts as alpha = 1 (AngelSpec, arXiv
+2607.25852). For MTP the slots are the depths of one position, and only positions that are valid at all depths count.
 
 Shapes: A blocks (anchors, or positions of MTP), K slots (or depths).
 """

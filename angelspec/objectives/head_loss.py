@@ -8,6 +8,9 @@ Positions are walked in chunks whose logits fit a budget. Two strategies for the
 * **recomputation**, when a low-rank addition to the logits is trained too: the gradient of its weight sums over tokens
   and needs their final upstream weights, so backward walks the chunks again, all channels in one product.
 
+Where several calls are judged by the same teacher rows (the depths of an unrolled drafter), ``judge_rows`` takes those
+rows through the head once; they are then to be few enough to be held.
+
 The slow equivalent is ``reference_head_loss``; ``tests/parity/test_head_loss.py`` compares them.
 
 Shapes: N token positions, M distinct teacher rows, V vocabulary, D hidden, R rank, C channels, and inside a chunk
@@ -26,6 +29,8 @@ from torch.autograd.function import once_differentiable
 from angelspec.objectives.channels import (
     Channel,
     HeadLoss,
+    Judged,
+    JudgedTeacher,
     LowRank,
     Support,
     Teacher,
@@ -44,7 +49,7 @@ def head_loss(
     head_VD: Tensor,
     labels_N: Tensor,
     channels: Mapping[str, Channel],
-    teacher: Teacher | None = None,
+    teacher: Teacher | JudgedTeacher | None = None,
     low_rank: LowRank | None = None,
     support: Support | None = None,
     budget: Budget | None = None,
@@ -61,7 +66,8 @@ def head_loss(
         head_VD: the frozen head.
         labels_N: int64 in [0, V); callers pass valid positions only.
         channels: name to mix of losses; may be empty.
-        teacher: what comparisons are made with; needed by every loss but CE.
+        teacher: what comparisons are made with; needed by every loss but CE. Rows of ``judge_rows`` come with the
+            channels, support and workspace that they were judged with.
         low_rank: trainable addition to the student's logits.
         support: where student and teacher are compared; default the whole vocabulary.
         budget: chunk and tile sizes; default by device.
@@ -84,7 +90,7 @@ def head_loss(
         head_VD=head_VD.detach(),
         labels_N=labels_N,
         channels=tuple(channels.values()),
-        teacher=teacher and Teacher(teacher.hidden_MD.detach(), teacher.index_N),
+        teacher=teacher._replace(hidden_MD=teacher.hidden_MD.detach()) if isinstance(teacher, Teacher) else teacher,
         support=support,
         budget=budget or Budget.for_device(hidden_ND.device),
         workspace=workspace or Workspace(),
@@ -101,6 +107,34 @@ def head_loss(
     return HeadLoss(dict(zip(channels, losses_CN.unbind(0), strict=True)), forward.statistics)
 
 
+@torch.no_grad()
+def judge_rows(
+    hidden_MD: Tensor,
+    *,
+    head_VD: Tensor,
+    channels: Mapping[str, Channel],
+    support: Support | None = None,
+    budget: Budget | None = None,
+    workspace: Workspace,
+) -> Judged:
+    """Take teacher rows through the head for several calls of ``head_loss`` with the same channels and support.
+
+    The rows lie in the workspace, [M,V], until rows are judged again: give as many as a chunk of ``head_loss`` has
+    (``Budget.rows_per_chunk``), not a whole batch.
+    """
+    request = _Request(
+        head_VD=head_VD.detach(),
+        labels_N=hidden_MD.new_zeros(0, dtype=torch.int64),
+        channels=tuple(channels.values()),
+        teacher=None,
+        support=support or Support(),
+        budget=budget or Budget.for_device(hidden_MD.device),
+        workspace=workspace,
+    )
+    with torch.autocast(hidden_MD.device.type, enabled=False):
+        return request.sweep(wants_gradient=False).judge_apart(hidden_MD.to(head_VD.dtype))
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Request:
     """Everything of a call that is neither trained nor a result."""
@@ -108,7 +142,7 @@ class _Request:
     head_VD: Tensor
     labels_N: Tensor
     channels: tuple[Channel, ...]
-    teacher: Teacher | None
+    teacher: Teacher | JudgedTeacher | None
     support: Support
     budget: Budget
     workspace: Workspace
@@ -119,6 +153,8 @@ class _Request:
             support=self.support,
             needs_kl=any(channel.needs_kl for channel in self.channels),
             needs_tv_gradient=wants_gradient and any(channel.needs_tv for channel in self.channels),
+            needs_ce_gradient=wants_gradient and any(channel.ce for channel in self.channels),
+            exact_tv=any(channel.lk_alpha or (channel.ce and self.support.renormalise) for channel in self.channels),
             budget=self.budget,
             dtype=compute_dtype(self.head_VD),
             workspace=self.workspace,
@@ -131,24 +167,37 @@ class _Request:
         chunk_rows = self.budget.rows_per_chunk(len(hidden_ND), row_bytes=row_bytes)
         if low_rank is not None:
             low_rank = LowRank(low_rank.state_NR.to(dtype), low_rank.weight_VR.to(dtype))
-        if self.teacher is not None and self.teacher.index_N is not None:
+        if isinstance(self.teacher, Teacher) and self.teacher.index_N is not None:
             order_N = self.teacher.index_N.argsort(stable=True)
         else:
             order_N = torch.arange(len(hidden_ND), device=hidden_ND.device)
         for positions_R in order_N.split(max(1, chunk_rows)) if len(order_N) else ():
-            states_XD, teacher_row_R = hidden_ND[positions_R].to(head.dtype), None
-            if self.teacher is not None:
+            states_XD, teacher_row_R, judged = hidden_ND[positions_R].to(head.dtype), None, None
+            if isinstance(self.teacher, JudgedTeacher):
+                judged, teacher_row_R = self.teacher.rows, _as_slice(self.teacher.index_N[positions_R])
+            elif self.teacher is not None:
                 index_N = self.teacher.index_N
                 judges_R = positions_R if index_N is None else index_N[positions_R]
                 distinct_T, teacher_row_R = judges_R.unique_consecutive(return_inverse=True)
                 states_XD = torch.cat([states_XD, self.teacher.hidden_MD[distinct_T].to(head.dtype)])
+                teacher_row_R = _as_slice(teacher_row_R)
             chunk = ChunkInput(
                 states_XD=states_XD,
                 labels_R=self.labels_N[positions_R],
                 teacher_row_R=teacher_row_R,
                 low_rank=low_rank and LowRank(low_rank.state_NR[positions_R], low_rank.weight_VR),
+                judged=judged,
             )
             yield positions_R, chunk
+
+
+def _as_slice(rows_R: Tensor) -> Tensor | slice:
+    """Neighbouring rows in order as a slice, which needs no copy; only a CPU can tell without waiting."""
+    if rows_R.device.type != "cpu" or not len(rows_R):
+        return rows_R
+    first = int(rows_R[0])
+    expected_R = torch.arange(first, first + len(rows_R))
+    return slice(first, first + len(rows_R)) if torch.equal(rows_R, expected_R) else rows_R
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +217,7 @@ def _walk(request: _Request, hidden_ND: Tensor, *, low_rank: LowRank | None, wan
     statistics = TokenStatistics(
         ce_N=torch.empty(num_positions, **new),
         confidence_N=torch.empty(num_positions, **new),
+        top_N=torch.empty(num_positions, dtype=torch.int64, device=hidden_ND.device),
         correct_N=torch.empty(num_positions, dtype=torch.bool, device=hidden_ND.device),
         alpha_N=None if request.teacher is None else torch.empty(num_positions, **new),
     )
@@ -175,6 +225,7 @@ def _walk(request: _Request, hidden_ND: Tensor, *, low_rank: LowRank | None, wan
         measured = sweep.measure(chunk)
         statistics.ce_N[positions_R] = measured.rows.ce_R
         statistics.confidence_N[positions_R] = measured.confidence_R
+        statistics.top_N[positions_R] = measured.top_R
         statistics.correct_N[positions_R] = measured.correct_R
         if statistics.alpha_N is not None:
             statistics.alpha_N[positions_R] = measured.rows.alpha_R

@@ -81,9 +81,11 @@ def _statistics(student_NV: Tensor, teacher_NV: Tensor | None, labels_N: Tensor,
     alpha_N = None
     if teacher_NV is not None:
         alpha_N = tokenwise.acceptance(student_NV, teacher_NV, top_k=support.alpha_top_k)
+    top_N = student_NV.argmax(-1) if student_NV.numel() else labels_N.new_zeros(len(student_NV))
     return TokenStatistics(
         ce_N=tokenwise.cross_entropy(student_NV, labels_N),
         confidence_N=student_NV.softmax(-1).amax(-1) if student_NV.numel() else student_NV.sum(-1),
-        correct_N=student_NV.argmax(-1) == labels_N,
+        top_N=top_N,
+        correct_N=top_N == labels_N,
         alpha_N=alpha_N,
     )

@@ -1,6 +1,6 @@
-"""How much each slot of a block weighs in the per-token loss terms.
+"""How much each slot of a block, or each depth of MTP, weighs in the per-token loss terms.
 
-Shapes: A anchors (blocks), K supervised slots of a block (block size - 1), slot k = 1..K.
+Shapes: A anchors (blocks, or positions of MTP), K supervised slots (or depths), slot k = 1..K.
 """
 
 from __future__ import annotations
@@ -35,7 +35,17 @@ def d_pace(ce_AK: Tensor, *, mask_AK: Tensor, rho: float) -> Tensor:
 
 
 def slot_weights(objective: Objective, *, ce_AK: Tensor, mask_AK: Tensor) -> Tensor:
-    """Return the objective's weight of every slot, [A,K], detached and 0 where the slot is not valid."""
+    """Return the objective's weight of every slot, [A,K], detached and 0 where the slot is not valid.
+
+    Raises:
+        ValueError: the objective states weights for another number of slots.
+    """
+    if objective.slot_weights is not None:
+        if len(objective.slot_weights) != mask_AK.shape[-1]:
+            raise ValueError(
+                f"slot_weights has {len(objective.slot_weights)} weights for {mask_AK.shape[-1]} proposals"
+            )
+        return torch.tensor(objective.slot_weights, dtype=ce_AK.dtype, device=ce_AK.device) * mask_AK
     match objective.position_weights:
         case "uniform":
             return uniform(mask_AK, dtype=ce_AK.dtype)

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from angelspec.core.comparison import Comparison
 from angelspec.core.files import write_text_atomic
-from angelspec.core.modes import Mode
 from angelspec.core.recipe import Recipe
 from angelspec.data.reading import read_sources
 from angelspec.decoding.proposer import Proposer
-from angelspec.decoding.proposers import BlockProposer
+from angelspec.decoding.proposers import drafter_proposer
 from angelspec.evaluation.acceptance import measure, num_answers
 from angelspec.evaluation.comparison import ComparisonReport, Outcome, Training, comparison_tables
 from angelspec.evaluation.comparison_plot import plot_comparison
-from angelspec.pipeline.evaluation_stages import (
-    LOOKUP,
-    export_weights,
-    lookup_proposer,
-    measure_settings,
-    suites_of,
-)
+from angelspec.pipeline.evaluation_stages import exported_drafter
+from angelspec.pipeline.measuring import LOOKUP, lookup_proposer, measure_settings, suites_of
 from angelspec.pipeline.progress import Progress, table_console
 from angelspec.pipeline.requirements import check_requirements
 from angelspec.pipeline.runner import run_stages
@@ -68,9 +62,7 @@ def run_comparison(
             trainings.append(_training(variant, seed, recipe, results))
             proposers[variant, seed] = _proposer(f"{variant}/{seed}", recipe, results, session=session)
         session.release_features()
-        outcomes = _measure_all(
-            base, proposers, modes=comparison.modes or (base.mode,), session=session, folder=output, progress=progress
-        )
+        outcomes = _measure_all(comparison, base, proposers, session=session, folder=output, progress=progress)
     report = ComparisonReport(
         comparison=comparison,
         mode=base.mode,
@@ -103,8 +95,8 @@ def _training(variant: str, seed: int, recipe: Recipe, results: Mapping[str, Sta
 
 def _proposer(name: str, recipe: Recipe, results: Mapping[str, StageResult], *, session: Session) -> Proposer:
     last = results[stage_name(recipe, len(recipe.training.stages) - 1)]
-    return BlockProposer(
-        export_weights(recipe, last.folder / WEIGHTS),
+    return drafter_proposer(
+        exported_drafter(recipe, last.folder / WEIGHTS),
         target=session.target(recipe.evaluation.dtype),
         name=name,
         shortlist=recipe.evaluation.shortlist,
@@ -112,23 +104,24 @@ def _proposer(name: str, recipe: Recipe, results: Mapping[str, StageResult], *, 
 
 
 def _measure_all(
+    comparison: Comparison,
     base: Recipe,
     proposers: Mapping[tuple[str, int], Proposer],
     *,
-    modes: Sequence[Mode],
     session: Session,
     folder: Path,
     progress: Progress,
 ) -> list[Outcome]:
-    """Decode the base recipe's evaluation prompts, rendered in each mode, with every drafter and prompt lookup."""
+    """Decode the base recipe's evaluation prompts, rendered in each mode, with every drafter asked for and lookup."""
     target = session.target(base.evaluation.dtype)
     conversations = read_sources(base.data.evaluation, base.data, responses="rollout").accepted
     settings = measure_settings(base)
     settings = settings.model_copy(update={"temperatures": settings.temperatures[:1]})
-    everyone = [lookup_proposer(base), *proposers.values()]
     identity = {proposer.name: key for key, proposer in proposers.items()} | {LOOKUP: (LOOKUP, None)}
     outcomes = []
-    for mode in modes:
+    for mode in comparison.modes or (base.mode,):
+        asked = comparison.variants if mode == base.mode else comparison.variants_in(mode)
+        everyone = [lookup_proposer(base), *(p for (variant, _), p in proposers.items() if variant in asked)]
         recipe = base.model_copy(update={"mode": mode})
         suites = suites_of(
             conversations,

@@ -38,14 +38,14 @@ def _target_inputs(recipe: Recipe) -> Mapping[str, Any]:
     template = recipe.target.chat_template
     return {
         "target": recipe.target.model_dump(mode="json", exclude={"name", "trust_remote_code"}),
-        "layer_ids": list(recipe.drafter.layer_ids),
+        "layer_ids": list(recipe.drafter_config().target_layer_ids),
         "chat_template": None if template is None else file_sha256(Path(template).expanduser()),
     }
 
 
 def _run_target(work: Work) -> StageOutput:
     target = work.session.target(work.recipe.target.dtype)
-    verify_target(target, layer_ids=work.recipe.drafter.layer_ids)
+    verify_target(target, layer_ids=work.recipe.drafter_config().target_layer_ids)
     summary = {
         "name": target.name,
         "source": work.recipe.target.source,
@@ -64,7 +64,8 @@ TARGET = Stage(
     inputs=_target_inputs,
     run=_run_target,
     estimate=lambda recipe: Estimate(
-        does=f"fetch {recipe.target.source} into the cache and verify taps {list(recipe.drafter.layer_ids)}",
+        does=f"fetch {recipe.target.source} into the cache and verify "
+        + (f"taps {taps}" if (taps := list(recipe.drafter_config().target_layer_ids)) else "its last hidden state"),
         disk_bytes=amounts(recipe).target_bytes,
         memory_bytes=amounts(recipe).target_bytes,
     ),
@@ -276,9 +277,14 @@ def _pack_inputs(recipe: Recipe) -> Mapping[str, Any]:
         "responses": recipe.data.responses,
         "mode": recipe.mode,
         "max_prompt_tokens": recipe.data.max_prompt_tokens,
-        "block_size": recipe.drafter.block_size,
-        "mask_token_id": recipe.drafter.mask_token_id,
+        "block_size": recipe.verify_width,
+        "mask_token_id": _mask_token(recipe),
     }
+
+
+def _mask_token(recipe: Recipe) -> int | None:
+    """The token that no document may hold; None where the drafter masks nothing."""
+    return getattr(recipe.drafter_config(), "mask_token_id", None)
 
 
 def _run_pack(work: Work) -> StageOutput:
@@ -312,7 +318,7 @@ def _run_pack(work: Work) -> StageOutput:
         )
         dropped.update(selected.counts)
         rows = [row_from_answer(record) for record in selected.kept]
-    fitted = fit_rows(rows, max_document_tokens=recipe.pack.max_document_tokens, block_size=recipe.drafter.block_size)
+    fitted = fit_rows(rows, max_document_tokens=recipe.pack.max_document_tokens, block_size=recipe.verify_width)
     for reason, count in fitted.counts.items():
         dropped[str(reason)] = dropped.get(str(reason), 0) + count
     split = split_held_out(fitted.kept, fraction=recipe.data.held_out_fraction, seed=recipe.data.seed)
@@ -320,7 +326,7 @@ def _run_pack(work: Work) -> StageOutput:
     digests = []
     for name, part in (("train", split.train), ("held-out", split.held_out)):
         packed = pack(part, row_length=recipe.pack.row_length, pad_id=0)
-        packed.require_tokens(vocab_size=recipe.target.geometry.vocab_size, mask_token_id=recipe.drafter.mask_token_id)
+        packed.require_tokens(vocab_size=recipe.target.geometry.vocab_size, mask_token_id=_mask_token(recipe))
         packed.save(work.folder / name)
         summary[name] = packed.summary()
         digests.append(packed.digest)

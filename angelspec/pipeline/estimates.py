@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from angelspec.core.drafter_config import MtpDrafterConfig
 from angelspec.core.locations import prompt_folder
 from angelspec.core.recipe import PromptSource, Recipe
 from angelspec.pipeline.requirements import target_bytes
@@ -62,6 +63,8 @@ def count_rows(source: PromptSource) -> int | None:
 def drafter_parameters(recipe: Recipe) -> int:
     """Trainable parameters of the recipe's drafter."""
     c = recipe.drafter_config()
+    if c.family == "mtp":
+        return _mtp_parameters(c)
     attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
     if c.context == "fusion":
         attention += 2 * c.target_hidden_size * c.num_kv_heads * c.head_dim
@@ -74,6 +77,16 @@ def drafter_parameters(recipe: Recipe) -> int:
     elif c.head == "correction":
         head = 5 * c.hidden_size * c.correction_intermediate_size
     return layers + context + head
+
+
+def _mtp_parameters(c: MtpDrafterConfig) -> int:
+    fusion = 2 * c.hidden_size * c.hidden_size
+    attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
+    if c.moe is None:
+        return fusion + attention + 3 * c.hidden_size * c.intermediate_size
+    experts = c.moe.num_experts + c.moe.num_shared_experts
+    router = c.hidden_size * c.moe.num_experts
+    return fusion + attention + router + 3 * c.hidden_size * c.moe.intermediate_size * experts
 
 
 def amounts(recipe: Recipe) -> Amounts:

@@ -14,12 +14,13 @@ from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe import PromptSource, Recipe
 from angelspec.core.recipe_files import resolve
 from angelspec.data.reading import read_sources
-from angelspec.decoding.proposers import BlockProposer
+from angelspec.decoding.proposers import drafter_proposer
 from angelspec.decoding.speculative import CutPolicy
 from angelspec.drafters.checkpoint import load_drafter
-from angelspec.evaluation.report import print_report
-from angelspec.pipeline.evaluation_stages import (
-    TRAINING_LOG,
+from angelspec.evaluation.rendering import print_report
+from angelspec.pipeline.export_stage import TRAINING_LOG
+from angelspec.pipeline.measuring import (
+    drafter_description,
     lookup_description,
     lookup_proposer,
     measure_settings,
@@ -42,6 +43,7 @@ def evaluate_checkpoints(
     target_source: str | None = None,
     shortlist: int | None = None,
     cut: float | None = None,
+    breakeven: Sequence[int] = (),
     output: Path | None = None,
     quiet: bool = False,
 ) -> None:
@@ -57,11 +59,13 @@ def evaluate_checkpoints(
         target_source: where the target lies, if not where the manifest says.
         shortlist: candidates per slot that a sequential head rescores.
         cut: keep ratio of D-cut.
+        breakeven: batch sizes at which the break-even with the first MTP drafter is measured; none: it is not.
         output: folder of the report; none: ``runs/evaluation``.
         quiet: show no progress.
 
     Raises:
-        CheckpointError: a folder has no manifest, or the drafters are for different targets or modes.
+        CheckpointError: a folder has no manifest, the drafters are for different targets or modes, or the break-even
+            is asked for without an MTP drafter.
     """
     names = _names(checkpoints)
     manifests = [_manifest(path) for path in checkpoints]
@@ -73,6 +77,12 @@ def evaluate_checkpoints(
                     f"'{names[0]}' and '{name}' differ in {fact}: {values[0]} and {values[1]}",
                     mend="evaluate them apart; drafters are compared on one target and one mode",
                 )
+    if breakeven and not any(manifest.drafter.family == "mtp" for manifest in manifests):
+        raise CheckpointError(
+            f"the break-even compares with MTP, but {' and '.join(names)} {'is' if len(names) == 1 else 'are'} of "
+            "another family",
+            mend="add an MTP drafter of the same target and mode",
+        )
     recipe = _recipe(
         manifests[0], prompts=prompts, temperatures=temperatures, limit=limit, max_new_tokens=max_new_tokens,
         batch_size=batch_size, target_source=target_source, shortlist=shortlist,
@@ -99,10 +109,8 @@ def evaluate_checkpoints(
     for name, path in zip(names, checkpoints, strict=True):
         loaded = load_drafter(path, geometry=target.geometry, embedding_VD=target.embedding_VD)
         drafter = loaded.drafter.eval().requires_grad_(False)
-        proposers.append(BlockProposer(drafter, target=target, name=name, shortlist=recipe.evaluation.shortlist))
-        descriptions[name] = (
-            f"{loaded.config.algorithm}, {loaded.config.num_layers} layers, block {loaded.config.block_size}"
-        )
+        proposers.append(drafter_proposer(drafter, target=target, name=name, shortlist=recipe.evaluation.shortlist))
+        descriptions[name] = drafter_description(loaded.config)
     folder = output or Path("runs") / "evaluation"
     settings = measure_settings(recipe)
     if cut is not None:
@@ -120,6 +128,7 @@ def evaluate_checkpoints(
             title="comparison of " + ", ".join(names),
             commands=(shlex.join(["angelspec", *sys.argv[1:]]),),
             descriptions=descriptions,
+            breakeven=breakeven,
         )
     logs = {name: path / TRAINING_LOG for name, path in zip(names, checkpoints, strict=True)}
     logs = {name: path for name, path in logs.items() if path.is_file()}

@@ -9,7 +9,9 @@ import yaml
 
 from angelspec.core.files import write_json_atomic, write_text_atomic
 from angelspec.core.recipe import Recipe
-from angelspec.evaluation.report import Report, Table, print_report
+from angelspec.evaluation.rendering import print_report
+from angelspec.evaluation.report import Report
+from angelspec.evaluation.tables import Table
 from angelspec.pipeline.progress import Progress, table_console
 from angelspec.pipeline.requirements import check_requirements
 from angelspec.pipeline.runner import run_stages
@@ -77,13 +79,16 @@ def _print_end(recipe: Recipe, drafter: Path, *, target_folder: Path) -> None:
     console = table_console()
     print_report(Report.load(drafter / "report.json"), console=console, only=main_table)
     console.print(f"\ndrafter: [bold]{drafter}[/bold]\nreport:  {drafter / 'report.md'}", highlight=False)
-    for instruction in serve_instructions(
+    instructions = serve_instructions(
         recipe.drafter_config(),
         checkpoint=drafter,
         target=str(target_folder),
         mode=recipe.mode,
         family=recipe.target.mode_family,
-    ):
+    )
+    if not instructions:
+        console.print("\nno engine serves this drafter beside this target yet", highlight=False)
+    for instruction in instructions:
         console.print(f"\n[bold]serve with {instruction.engine}[/bold] ({instruction.note})", highlight=False)
         console.print(f"  {instruction.command}", soft_wrap=True, highlight=False)
     console.print(f"\ncompare drafters: angelspec evaluate {drafter} [OTHER ...]", highlight=False)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from angelspec.core.recipe import Recipe
 from angelspec.pipeline.data_stages import DECONTAMINATE, PACK, PROMPTS, ROLLOUT, TARGET
-from angelspec.pipeline.evaluation_stages import evaluate_stage, export_stage
+from angelspec.pipeline.evaluation_stages import evaluate_stage
+from angelspec.pipeline.export_stage import export_stage
 from angelspec.pipeline.stage import Stage
 from angelspec.pipeline.training_stages import training_stages
 

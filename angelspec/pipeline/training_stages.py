@@ -12,11 +12,14 @@ from torch import Tensor
 
 from angelspec.core.errors import Interrupted
 from angelspec.core.fingerprint import fingerprint
-from angelspec.core.recipe import Recipe, TrainingSection
+from angelspec.core.recipe import TARGET_LAYER, Recipe, TrainingSection
 from angelspec.drafters.checkpoint import load_drafter
+from angelspec.drafters.target_layer import load_target_layer
 from angelspec.pipeline.data_stages import packed_rows
 from angelspec.pipeline.estimates import amounts
 from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
+from angelspec.targets.target import Target
+from angelspec.training.families import what_training_reads
 from angelspec.training.run import make_features, train_drafter, trained_weights
 
 WEIGHTS = "drafter.safetensors"
@@ -46,13 +49,17 @@ def _training_stage(recipe: Recipe, index: int) -> Stage:
 
     def inputs(recipe: Recipe) -> Mapping[str, Any]:
         start = recipe.drafter.initial_checkpoint if index == 0 else None
-        section = section_of(recipe, index)
+        config = recipe.drafter_config()
+        training = what_training_reads(section_of(recipe, index), config)
+        initial = None
+        if start is not None:
+            initial = start if start == TARGET_LAYER else _tensors_digest(_initial_weights(recipe))
         return {
-            "drafter": recipe.drafter_config().model_dump(mode="json"),
-            "training": section.model_dump(mode="json", exclude=_REPORTING),
-            "stage": section.stages[0].model_dump(mode="json"),
+            "drafter": config.model_dump(mode="json"),
+            "training": {key: value for key, value in training.items() if key not in _REPORTING},
+            "stage": training["stages"][0],
             "target_dtype": recipe.target.dtype,
-            "initial": None if start is None else _tensors_digest(_initial_weights(recipe)),
+            "initial": initial,
         }
 
     def run(work: Work) -> StageOutput:
@@ -72,7 +79,7 @@ def _training_stage(recipe: Recipe, index: int) -> Stage:
             tokens = int(sizes.row_tokens * stage.epochs)
         held = sizes.feature_bytes if recipe.training.features == "memory" else 0
         return Estimate(
-            does=f"{length} of {named} ({stage.objective.position_weights} weights), "
+            does=f"{length} of {named} ({stage.objective.weights_in_words}), "
             f"{sizes.drafter_parameters / 1e6:.1f}M parameters, features {recipe.training.features}",
             tokens=tokens,
             disk_bytes=sizes.drafter_parameters * 12 * (recipe.training.keep_checkpoints + 1)
@@ -102,7 +109,7 @@ def _run(work: Work, index: int) -> StageOutput:
         before = work.before[stage_name(recipe, index - 1)]
         initial = load_file(before.folder / WEIGHTS)
     elif recipe.drafter.initial_checkpoint is not None:
-        initial = _initial_weights(recipe)
+        initial = _initial_weights(recipe, target)
     features = work.session.features(
         key=fingerprint([work.before["pack"].output.digest, list(config.target_layer_ids), section.features]),
         make=lambda: _features(work, section, config.target_layer_ids, rows),
@@ -164,8 +171,11 @@ def _features(
     return made
 
 
-def _initial_weights(recipe: Recipe) -> dict[str, Tensor]:
-    loaded = load_drafter(Path(recipe.drafter.initial_checkpoint).expanduser(), geometry=recipe.target.geometry)
+def _initial_weights(recipe: Recipe, target: Target | None = None) -> dict[str, Tensor]:
+    start = recipe.drafter.initial_checkpoint
+    if start == TARGET_LAYER:
+        return load_target_layer(target.folder, recipe.drafter_config())
+    loaded = load_drafter(Path(start).expanduser(), geometry=recipe.target.geometry)
     return dict(loaded.drafter.state_dict())
 
 

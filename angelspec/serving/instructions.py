@@ -6,11 +6,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from angelspec.core.drafter_config import BlockDrafterConfig
+from angelspec.core.drafter_config import BlockDrafterConfig, DrafterConfig, MtpDrafterConfig
 from angelspec.core.modes import Mode, mode_family
 
 _SGLANG_ALGORITHMS = {"dflash": "DFLASH", "dspark": "DSPARK"}
-"""Drafters that SGLang serves by itself, under their names there."""
+"""Block drafters that SGLang serves by itself, under their names there."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,22 @@ class ServeInstruction:
 
 
 def serve_instructions(
-    config: BlockDrafterConfig, *, checkpoint: Path | str, target: str, mode: Mode, family: str
+    config: DrafterConfig, *, checkpoint: Path | str, target: str, mode: Mode, family: str
 ) -> list[ServeInstruction]:
-    """Commands that serve ``checkpoint`` beside ``target`` (a model path or hub id).
+    """Commands that serve ``checkpoint`` beside ``target`` (a model path or hub id); none: no engine knows it.
 
     Requests must carry the template arguments of the drafter's mode; the note says which.
     """
     arguments = json.dumps(mode_family(family).arguments(mode))
     request = f"send chat_template_kwargs={arguments} with every request: the drafter is trained for {mode} only"
+    if isinstance(config, MtpDrafterConfig):
+        return _mtp_instructions(config, checkpoint=checkpoint, target=target, family=family, request=request)
+    return _block_instructions(config, checkpoint=checkpoint, target=target, request=request)
+
+
+def _block_instructions(
+    config: BlockDrafterConfig, *, checkpoint: Path | str, target: str, request: str
+) -> list[ServeInstruction]:
     if config.algorithm in _SGLANG_ALGORITHMS:
         name = _SGLANG_ALGORITHMS[config.algorithm]
         served = f"{checkpoint}-{config.algorithm}"
@@ -52,3 +60,30 @@ def serve_instructions(
             f"no released engine serves '{config.algorithm}' yet; {request}",
         )
     ]
+
+
+def _mtp_instructions(
+    config: MtpDrafterConfig, *, checkpoint: Path | str, target: str, family: str, request: str
+) -> list[ServeInstruction]:
+    served, depths = f"{checkpoint}-{family}", config.num_depths
+    convert = f"angelspec checkpoint convert {checkpoint} {served} --to {family} --target {target}"
+    if family == "hy3":
+        return [
+            ServeInstruction(
+                "SGLang",
+                f"{convert} && sglang serve --model-path {target} --speculative-algorithm NEXTN "
+                f"--speculative-draft-model-path {served} --speculative-num-steps {depths} --speculative-eagle-topk 1 "
+                f"--speculative-num-draft-tokens {depths + 1}",
+                request,
+            )
+        ]
+    if family == "qwen3":
+        settings = json.dumps({"method": "mtp", "model": served, "num_speculative_tokens": depths})
+        return [
+            ServeInstruction(
+                "vLLM with AngelSpec's Qwen3 MTP plug-in",
+                f"{convert} && vllm serve {served} --speculative-config '{settings}'",
+                f"no released engine serves MTP beside Qwen3 yet; {request}",
+            )
+        ]
+    return []

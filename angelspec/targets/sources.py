@@ -18,6 +18,8 @@ from angelspec.core.errors import MissingRequirement, TargetError, suggest
 from angelspec.core.files import read_json, write_json_atomic
 from angelspec.core.fingerprint import file_sha256, fingerprint
 from angelspec.core.locations import cache_folder
+from angelspec.core.network import transport_errors
+from angelspec.core.repositories import is_repository_name
 
 SCHEMES = ("folder", "hf", "modelscope", "wheel", "random")
 TEMPLATE_FOLDER = Path(__file__).resolve().parent / "templates"
@@ -69,7 +71,7 @@ def parse_source(source: str) -> Source:
         raise TargetError(f"target source '{source}' is incomplete", mend=_GRAMMAR)
     if scheme in ("hf", "modelscope"):
         location, _, revision = rest.partition("@")
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", location):
+        if not is_repository_name(location):
             raise TargetError(f"target source '{source}' needs ORG/NAME after '{scheme}:'", mend=_GRAMMAR)
         return Source(scheme, location, revision or None)
     if scheme == "wheel":
@@ -281,7 +283,6 @@ def building(folder: Path, *, record: dict[str, Any]) -> Iterator[Path]:
 
 
 def _fetch_hugging_face(source: Source, *, trust_remote_code: bool, say: Progress) -> Path:
-    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -309,7 +310,7 @@ def _fetch_hugging_face(source: Source, *, trust_remote_code: bool, say: Progres
         raise TargetError(
             f"{source}: no such repository (or it is private)", mend="check ORG/NAME, or log in (hf auth login)"
         ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, HfHubHTTPError, *transport_errors()) as error:
         if cached is not None and not folder_problems(cached):
             say(f"{source}: the hub cannot be reached; using the cached snapshot {cached.name}")
             return cached

@@ -363,7 +363,8 @@ def verify_target(target: Target, *, layer_ids: Sequence[int]) -> None:
             raise TargetError(
                 f"target {target.name}: the last hidden state {way} is not the normed one (off by {error:.2g})"
             )
-        for layer, tap_BTD in zip(layer_ids, states.taps_BTF.split(target.geometry.hidden_size, -1), strict=True):
+        taps = states.taps_BTF.split(target.geometry.hidden_size, -1) if layer_ids else ()  # a split of nothing is one
+        for layer, tap_BTD in zip(layer_ids, taps, strict=True):
             if layer == last:  # transformers puts the normed state here
                 error = _distance(_final_norm(target)(tap_BTD), plain.hidden_states[-1])
                 if not error < limit:

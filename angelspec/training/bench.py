@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Literal, get_args
 
 import psutil
 import torch
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from angelspec.core.drafter_config import BlockDrafterConfig
+from angelspec.core.drafter_config import BlockDrafterConfig, DrafterConfig, MtpDrafterConfig
 from angelspec.core.errors import AngelspecError, MissingRequirement, TrainingError
 from angelspec.core.geometry import TargetGeometry, spread_layer_ids
 from angelspec.core.known_targets import KNOWN_TARGETS
@@ -37,21 +37,31 @@ from angelspec.core.objective import Objective
 from angelspec.core.recipe import OptimizerSection
 from angelspec.core.recipe_files import load_recipe
 from angelspec.training.distributed import Ranks
+from angelspec.training.families import training_step
 from angelspec.training.features import Features, FeatureSource, OnlineFeatures
 from angelspec.training.optimisers import Optimiser
 from angelspec.training.precision import product_dtype
 from angelspec.training.run import new_drafter
-from angelspec.training.steps import BlockStep
 from angelspec.training.update import compute_gradients
 
 Precision = Literal["float32", "bfloat16"]
 
-OBJECTIVES = {
-    "ce": Objective(ce=1.0, position_weights="d-pace"),
-    "lk": Objective(lk=1.0, position_weights="d-pace"),
-    "e2e": Objective(end_to_end_tv=1.0),
+Reference = Literal["dfly", "mtp"]
+REFERENCES: tuple[Reference, ...] = get_args(Reference)
+OBJECTIVES: dict[Reference, dict[str, Objective]] = {
+    "dfly": {
+        "ce": Objective(ce=1.0, position_weights="d-pace"),
+        "lk": Objective(lk=1.0, position_weights="d-pace"),
+        "e2e": Objective(end_to_end_tv=1.0),
+    },
+    "mtp": {
+        "ce": Objective(ce=1.0),
+        "lk": Objective(lk=1.0, top_k=10_000, renormalise=True),
+        "e2e": Objective(end_to_end_tv=1.0, top_k=10_000, renormalise=True),
+    },
 }
-"""Objectives of the reference configuration: D-PACE cross-entropy, hybrid LK, end-to-end TV."""
+"""Objectives of the reference configurations. DFly: D-PACE cross-entropy, hybrid LK, end-to-end TV. MTP: cross-entropy,
+and hybrid LK and end-to-end TV on the teacher's 10000 most probable tokens."""
 _LARGEST_ONLINE_TARGET = 1_000_000_000
 """Parameters above which a random target is not built to be timed."""
 
@@ -64,7 +74,7 @@ class BenchCase(BaseModel):
     name: str
     objective_name: str
     objective: Objective
-    drafter: BlockDrafterConfig
+    drafter: DrafterConfig
     target: TargetGeometry
     matmul: Precision = "float32"
     """Of the drafter's and the head's matrix products."""
@@ -72,6 +82,11 @@ class BenchCase(BaseModel):
     rows_per_step: int = 1
     rows_per_micro_batch: int = 1
     anchors_per_row: int = 64
+    """Read by block drafters."""
+    on_policy: bool = True
+    """Read by MTP."""
+    recompute_depths: bool = False
+    """Read by MTP."""
     optimizer: OptimizerSection = OptimizerSection()
     online: bool = False
     """Whether the target runs inside the step."""
@@ -111,45 +126,58 @@ class BenchResult(BaseModel):
     note: str = ""
 
 
-def reference_cases(
-    objectives: Sequence[str] = (), matmuls: Sequence[Precision] = (), *, repeats: int = 5
-) -> list[BenchCase]:
-    """The configuration of the published comparison: DFly for SmolLM2's geometry, 5 layers, 5 taps, block 8, 64 anchors
-    in a row of 512 tokens, AdamW."""
+def reference_drafter(reference: Reference) -> DrafterConfig:
+    """The drafters of the published comparison, for SmolLM2's geometry: DFly of 5 layers, 5 taps and blocks of 8, or
+    dense MTP of 3 depths."""
     target = KNOWN_TARGETS["smollm2-135m-instruct"]
     geometry = target.geometry
-    drafter = BlockDrafterConfig(
+    shape = {
+        "hidden_size": geometry.hidden_size,
+        "intermediate_size": geometry.intermediate_size,
+        "num_heads": geometry.num_heads,
+        "num_kv_heads": geometry.num_kv_heads,
+        "head_dim": geometry.head_dim,
+        "vocab_size": geometry.vocab_size,
+        "rms_norm_eps": geometry.rms_norm_eps,
+        "max_position_embeddings": geometry.max_position_embeddings,
+        "rope": geometry.rope,
+        "target_hidden_size": geometry.hidden_size,
+        "target_num_layers": geometry.num_layers,
+    }
+    if reference == "mtp":
+        return MtpDrafterConfig(**shape, num_depths=3)
+    return BlockDrafterConfig(
+        **shape,
         context="hybrid",
         head="correction",
         num_layers=5,
-        hidden_size=geometry.hidden_size,
-        intermediate_size=geometry.intermediate_size,
-        num_heads=geometry.num_heads,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        vocab_size=geometry.vocab_size,
-        rms_norm_eps=geometry.rms_norm_eps,
-        max_position_embeddings=geometry.max_position_embeddings,
-        rope=geometry.rope,
-        target_hidden_size=geometry.hidden_size,
-        target_num_layers=geometry.num_layers,
         target_layer_ids=spread_layer_ids(geometry.num_layers, 5),
         block_size=8,
         mask_token_id=target.mask_token_ids[0],
         correction_intermediate_size=geometry.hidden_size,
     )
+
+
+def reference_cases(
+    objectives: Sequence[str] = (),
+    matmuls: Sequence[Precision] = (),
+    *,
+    reference: Reference = "dfly",
+    repeats: int = 5,
+) -> list[BenchCase]:
+    """The configurations of the published comparison: one row of 512 tokens (DFly: 64 anchors), AdamW."""
     return [
         BenchCase(
-            name="reference",
+            name=f"reference {reference}",
             objective_name=objective,
-            objective=OBJECTIVES[objective],
-            drafter=drafter,
-            target=geometry,
+            objective=OBJECTIVES[reference][objective],
+            drafter=reference_drafter(reference),
+            target=KNOWN_TARGETS["smollm2-135m-instruct"].geometry,
             matmul=matmul,
             repeats=repeats,
         )
         for matmul in (matmuls or ("float32", "bfloat16"))
-        for objective in (objectives or tuple(OBJECTIVES))
+        for objective in (objectives or tuple(OBJECTIVES[reference]))
     ]
 
 
@@ -181,6 +209,8 @@ def recipe_cases(
             rows_per_step=training.rows_per_step,
             rows_per_micro_batch=training.rows_per_micro_batch,
             anchors_per_row=training.anchors_per_row,
+            on_policy=training.on_policy,
+            recompute_depths=training.recompute_depths,
             optimizer=training.optimizer,
             online=training.features == "online",
             repeats=repeats,
@@ -197,9 +227,10 @@ def bench_training(
     preset: str | None = None,
     objectives: Sequence[str] = (),
     matmuls: Sequence[Precision] = (),
+    reference: Reference = "dfly",
     repeats: int = 5,
 ) -> list[BenchResult]:
-    """Measure the stages of a recipe, or the reference configuration.
+    """Measure the stages of a recipe, or a reference configuration.
 
     Raises:
         RecipeError: the recipe is wrong.
@@ -207,7 +238,7 @@ def bench_training(
         MissingRequirement: a case was killed, most likely for want of memory.
     """
     if recipe is None:
-        cases = reference_cases(objectives, matmuls, repeats=repeats)
+        cases = reference_cases(objectives, matmuls, reference=reference, repeats=repeats)
     else:
         cases = recipe_cases(recipe, overrides=overrides, preset=preset, matmuls=matmuls, repeats=repeats)
     return [run_apart(case) for case in cases]
@@ -248,7 +279,9 @@ def measure(case: BenchCase) -> BenchResult:
         stepper.step()
     peak_bytes = peak.read()
     if not stepper.positions:
-        raise TrainingError(f"rows of {case.row_length} tokens host no block of {case.drafter.block_size}")
+        raise TrainingError(
+            f"rows of {case.row_length} tokens host no draft of {case.drafter.num_proposals} tokens after an anchor"
+        )
     yardstick = _Yardstick(world, positions=stepper.positions)
     yardstick()
     step_seconds, yardstick_seconds, parts = [], [], []
@@ -349,18 +382,19 @@ def _random_target(geometry: TargetGeometry) -> SimpleNamespace:
     )
     model = AutoModel.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
 
-    def forward(tokens_BT, *, positions_BT, attention_mask, layer_ids):
+    def forward(tokens_BT, *, positions_BT, layer_ids):
         output = model(
             input_ids=tokens_BT,
             position_ids=positions_BT,
-            attention_mask=attention_mask,
             output_hidden_states=True,
             use_cache=False,
         )
+        hidden_BTD = output.last_hidden_state
         taps = [output.hidden_states[layer + 1] for layer in layer_ids]
-        return SimpleNamespace(taps_BTF=torch.cat(taps, -1), hidden_BTD=output.last_hidden_state)
+        taps_BTF = torch.cat(taps, -1) if taps else hidden_BTD[..., :0]
+        return SimpleNamespace(taps_BTF=taps_BTF, hidden_BTD=hidden_BTD)
 
-    return SimpleNamespace(device=torch.device("cpu"), geometry=geometry, forward=forward)
+    return SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16, geometry=geometry, forward=forward)
 
 
 class _Stepper:
@@ -371,13 +405,15 @@ class _Stepper:
         self.drafter = new_drafter(case.drafter, seed=case.seed)
         self.optimiser = Optimiser(self.drafter, case.optimizer)
         head_VD = world.head_VD.to(getattr(torch, case.matmul))
-        self.forward = BlockStep(
+        self.forward = training_step(
             self.drafter,
             rows=world.rows,
             features=world.features,
             embedding_VD=world.embedding_VD,
             head_VD=head_VD,
             anchors_per_row=case.anchors_per_row,
+            on_policy=case.on_policy,
+            recompute_depths=case.recompute_depths,
             seed=case.seed,
             compute_dtype=getattr(torch, case.matmul),
             timed=True,

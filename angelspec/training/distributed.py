@@ -1,7 +1,8 @@
 """Ranks: one process or many behind the same few calls, so that the loop never asks which.
 
-Losses are numerators and denominators that are summed over all ranks and divided once, so any number of ranks
-gives the update of one rank that saw all rows (up to the order of additions).
+Losses are numerators and denominators that are summed over all ranks and divided once, so any number of ranks gives the
+update of one rank that saw all rows (up to the order of additions). That holds whether two ranks see different rows or,
+with sequence parallelism, different positions of the same ones.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from angelspec.core.errors import MissingRequirement
+from angelspec.ops.sequence_parallel import SequenceGroup
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,28 @@ class Ranks:
     world_size: int = 1
     mesh: DeviceMesh | None = field(default=None, compare=False)
     """One-dimensional mesh of all ranks, named ``data``; None alone."""
+    sequence: SequenceGroup | None = field(default=None, compare=False)
+    """The ranks that share this one's rows; None: no others do."""
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes files and talks to the user."""
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the shares of rows is this rank's."""
+        return self.rank if self.sequence is None else self.rank // self.sequence.size
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares rows are divided."""
+        return self.world_size if self.sequence is None else self.world_size // self.sequence.size
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether this rank counts its rows: one of those that share them."""
+        return self.sequence is None or self.sequence.rank == 0
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -90,6 +109,26 @@ def connect(device: str = "cpu") -> Ranks:
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     mesh = init_device_mesh(device.split(":")[0], (dist.get_world_size(),), mesh_dim_names=("data",))
     return Ranks(dist.get_rank(), dist.get_world_size(), mesh)
+
+
+def share_rows(ranks: Ranks, size: int) -> Ranks:
+    """The same ranks, neighbours in groups of ``size`` sharing their rows by positions.
+
+    Raises:
+        MissingRequirement: the ranks do not fall into such groups.
+    """
+    if size == 1:
+        return ranks
+    if ranks.world_size % size:
+        raise MissingRequirement(
+            f"training.sequence_parallel is {size} and {ranks.world_size} rank(s) run",
+            mend=f"start a multiple of {size} processes (torchrun --nproc-per-node {size}), or set it to 1",
+        )
+    for first in range(0, ranks.world_size, size):  # every rank takes part in making every group
+        group = dist.new_group(list(range(first, first + size)))
+        if first <= ranks.rank < first + size:
+            mine = group
+    return replace(ranks, sequence=SequenceGroup(ranks.rank % size, size, mine))
 
 
 def shard(model: nn.Module, ranks: Ranks) -> None:

@@ -3,34 +3,35 @@
 At fixed anchors of held-out rows the drafter drafts greedily, left to right, by its own inference rule, and the
 leading proposals that equal the data's tokens are counted. One plus their mean is what a verify step would commit if
 the target said what the data says: exact for greedy answers of the target itself, and an estimate otherwise. A proposal
-after a miss can't be accepted, so only blocks without a miss so far are drafted on.
+after a miss can't be accepted, so only drafts without a miss so far are drafted on.
 
-Shapes: R rows, T tokens, A anchors, K proposals of a block, D hidden, V vocabulary.
+How a family drafts at an anchor is in ``block_held_out`` and ``mtp_held_out``.
+
+Shapes: R rows, T tokens, A anchors, K proposals, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from angelspec.core.acceptance import AcceptanceCounts
 from angelspec.core.errors import TrainingError
-from angelspec.drafters.block import BlockDrafter
-from angelspec.drafters.drafting import exact_scores
 from angelspec.ops.anchors import Anchors, sample_anchors
 from angelspec.training.distributed import Ranks, whole_parameters
 from angelspec.training.features import FeatureSource
-from angelspec.training.steps import row_generator, supervise
+from angelspec.training.steps import MicroBatch, row_generator, take_rows
 
 if TYPE_CHECKING:
     from angelspec.data.dataset import PackedRows
 
 _ROWS_PER_BATCH = 4
-_HEAD_ROWS = 128
+HEAD_ROWS = 128
 """Positions whose logits are held at once."""
 
 
@@ -54,10 +55,11 @@ class HeldOutResult:
         }
 
 
-class HeldOutAcceptance:
-    """Measures a block drafter on fixed anchors of held-out rows.
+class HeldOutAcceptance(ABC):
+    """Measures a drafter on fixed anchors of held-out rows.
 
-    Only anchors whose whole block is supervised are used, so every step is one of full depth.
+    An anchor is the last committed token of a verify step. Only anchors that are supervised with all their proposals
+    are used, so every step is one of full depth.
 
     Args:
         num_anchors: drawn once, spread evenly over the rows; fewer where the rows hold fewer.
@@ -70,7 +72,7 @@ class HeldOutAcceptance:
 
     def __init__(
         self,
-        drafter: BlockDrafter,
+        drafter: nn.Module,
         *,
         rows: PackedRows,
         features: FeatureSource,
@@ -86,7 +88,7 @@ class HeldOutAcceptance:
         self._anchors = self._draw(num_anchors, seed)
         if not self._anchors:
             raise TrainingError(
-                "the held-out rows hold no block whose tokens are all supervised",
+                "the held-out rows hold no anchor whose proposals are all supervised",
                 mend="raise data.held_out_fraction, or give more or longer conversations",
             )
 
@@ -95,10 +97,15 @@ class HeldOutAcceptance:
         """Anchors that are measured."""
         return sum(len(positions) for positions in self._anchors.values())
 
+    @property
+    def depth(self) -> int:
+        """Proposals of a draft."""
+        return self._drafter.config.num_proposals
+
     def _draw(self, num_anchors: int, seed: int) -> dict[int, Tensor]:
         """Positions by row. Each row offers its anchors in a random order; rows take turns until enough are taken."""
-        rows, block_size = self._rows, self._drafter.config.block_size
-        whole_RT = rows.loss_mask_RT.clone()
+        rows, block_size = self._rows, self.depth + 1
+        whole_RT = rows.loss_mask_RT & (rows.position_RT > 0)  # a first token follows no state of the target
         for slot in range(1, block_size):
             whole_RT[:, :-slot] &= rows.loss_mask_RT[:, slot:]
             whole_RT[:, -slot:] = False
@@ -130,7 +137,7 @@ class HeldOutAcceptance:
     @torch.no_grad()
     def __call__(self) -> HeldOutResult:
         """Measure the drafter as it is now."""
-        depth = self._drafter.config.block_size - 1
+        depth = self.depth
         through_K = torch.zeros(depth + 1, dtype=torch.int64)
         mine = list(self._anchors)[self._ranks.rank :: self._ranks.world_size]
         with whole_parameters(self._drafter):
@@ -150,47 +157,16 @@ class HeldOutAcceptance:
         )
 
     def _measure(self, row_ids: Sequence[int]) -> Tensor:
-        """Blocks, then blocks whose proposals 1..k are all right, by k: int64 [K + 1]."""
-        device = self._embedding_VD.device
-        index_R = torch.as_tensor(row_ids, dtype=torch.int64)
-        tokens_RT = self._rows.tokens_RT[index_R].to(device, torch.int64)
+        """Anchors, then anchors whose proposals 1..k are all right, by k: int64 [K + 1]."""
+        batch = take_rows(self._rows, self._features, row_ids, device=self._embedding_VD.device)
         anchors = Anchors(
             torch.cat([torch.full_like(self._anchors[row], i) for i, row in enumerate(row_ids)]),
             torch.cat([self._anchors[row] for row in row_ids]),
-        ).to(device)
-        features = self._features.fetch(row_ids).to(device)
-        states = self._drafter(
-            features.taps_RTF,
-            document_RT=self._rows.document_RT[index_R].to(device),
-            position_RT=self._rows.position_RT[index_R].to(device),
-            tokens_RT=tokens_RT,
-            anchors=anchors,
-            embedding_VD=self._embedding_VD,
-        )
-        labels_AK = supervise(
-            tokens_RT,
-            torch.ones_like(tokens_RT, dtype=torch.bool),
-            anchors,
-            block_size=self._drafter.config.block_size,
-        ).labels_AK
-        alive_A = torch.arange(anchors.count, device=device)
-        previous_A = tokens_RT[anchors.row_A, anchors.position_A]
-        through = [anchors.count]
-        for slot in range(labels_AK.shape[1]):
-            drafted_A = self._draft_slot(states.hidden_AKD[alive_A, slot], previous_A)
-            right_A = drafted_A == labels_AK[alive_A, slot]
-            alive_A, previous_A = alive_A[right_A], drafted_A[right_A]
-            through.append(len(alive_A))
-        return torch.tensor(through)
+        ).to(batch.tokens_RT.device)
+        proposal_K = torch.arange(1, self.depth + 1, device=batch.tokens_RT.device)
+        labels_AK = batch.tokens_RT[anchors.row_A[:, None], anchors.position_A[:, None] + proposal_K]
+        return torch.tensor([anchors.count, *self._survivors(batch, anchors, labels_AK)])
 
-    def _draft_slot(self, hidden_AD: Tensor, previous_A: Tensor) -> Tensor:
-        """Most probable token of one slot, given the token drafted before it."""
-        markov = getattr(self._drafter, "markov_head", None)
-        chosen = []
-        for hidden, previous in zip(hidden_AD.split(_HEAD_ROWS), previous_A.split(_HEAD_ROWS), strict=True):
-            score = exact_scores(
-                hidden[:, None], self._head_VD, corrects=True, markov_bias=None if markov is None else markov.bias
-            )
-            states = self._drafter.apply_heads(hidden, previous, self._embedding_VD)
-            chosen.append(score(0, states.corrected_AKD, states.markov_AKR)[0])
-        return torch.cat(chosen)
+    @abstractmethod
+    def _survivors(self, batch: MicroBatch, anchors: Anchors, labels_AK: Tensor) -> list[int]:
+        """Draft at every anchor of some rows; how many drafts are right up to proposal k, by k - 1."""

@@ -54,7 +54,7 @@ class TrainingResult:
     refused_rows: int
     """Rows that were left out of a step because their features were not finite, counted each time."""
     supervised_positions: int
-    """Block slots that entered the loss, over all steps that were applied."""
+    """Block slots, or depths, that entered the loss, over all steps that were applied."""
 
 
 class Progress(BaseModel):
@@ -147,13 +147,13 @@ class _Run:
             folder / "checkpoints", run_id=run_id, keep=section.keep_checkpoints, ranks=ranks
         )
         self.optimiser = Optimiser(model, section.optimizer)
-        self.rows_per_step = section.rows_per_step * ranks.world_size
+        self.rows_per_step = section.rows_per_step * ranks.data_size
         self.progress = Progress(rows_per_step=self.rows_per_step)
         rows = step.trainable_rows()
         if not rows:
             raise TrainingError(
-                "no packed row hosts a block: every document is too short, or nothing in it is supervised",
-                mend="look at the pack stage's counts; use longer answers or a smaller drafter.block_size",
+                "no packed row can be trained on: every document is too short, or nothing in it is supervised",
+                mend="look at the pack stage's counts; use longer answers, or a drafter that proposes fewer tokens",
             )
         self.orders = [
             RowOrder(
@@ -232,8 +232,8 @@ class _Run:
     def _update(self, rows: list[int], stage: TrainingStage) -> Gradients:
         """Compute the step's gradient and apply it if it is finite."""
         section, progress = self.section, self.progress
-        mine = rows[self.ranks.rank :: self.ranks.world_size]
-        if self.ranks.world_size > 1:
+        mine = rows[self.ranks.data_rank :: self.ranks.data_size]
+        if self.ranks.data_size > 1:
             mine = mine + [IDLE_ROW] * (section.rows_per_step - len(mine))
         size = section.rows_per_micro_batch
         self.model.train()

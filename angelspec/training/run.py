@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from angelspec.core.drafter_config import BlockDrafterConfig
+from angelspec.core.drafter_config import DrafterConfig
 from angelspec.core.errors import CheckpointError
 from angelspec.core.fingerprint import fingerprint
 from angelspec.core.recipe import TrainingSection
-from angelspec.drafters.block import BlockDrafter
+from angelspec.drafters.families import Drafter, build_drafter
 from angelspec.training.checkpoints import Checkpoints
-from angelspec.training.distributed import Ranks, connect, equalise, shard
+from angelspec.training.distributed import Ranks, connect, equalise, shard, share_rows
+from angelspec.training.families import held_out_measure, training_step, what_training_reads
 from angelspec.training.features import (
     FeatureSource,
     MemoryFeatures,
@@ -25,14 +26,19 @@ from angelspec.training.features import (
     row_fingerprints,
     write_shards,
 )
-from angelspec.training.held_out import HeldOutAcceptance
 from angelspec.training.loop import Report, TrainingResult, train
 from angelspec.training.precision import product_dtype
-from angelspec.training.steps import BlockStep
 
 if TYPE_CHECKING:
     from angelspec.data.dataset import PackedRows
     from angelspec.targets.target import Target
+
+
+_WITHOUT_EFFECT = {
+    "tracker", "log_every", "save_every", "keep_checkpoints", "rows_per_step", "sharding", "sequence_parallel",
+    "recompute_depths",
+}  # fmt: skip
+"""Training values that change no weight but by rounding (rows per step are compared over all ranks)."""
 
 
 def make_features(
@@ -63,7 +69,7 @@ def make_features(
 
 def run_identity(
     section: TrainingSection,
-    config: BlockDrafterConfig,
+    config: DrafterConfig,
     *,
     target_digest: str,
     train_rows: PackedRows,
@@ -71,9 +77,8 @@ def run_identity(
     initial: dict[str, torch.Tensor] | None = None,
 ) -> str:
     """Name of everything the weights of a run depend on. What only changes speed or reporting is left out."""
-    described = section.model_dump(mode="json")
-    for key in ("tracker", "log_every", "save_every", "keep_checkpoints", "rows_per_step", "sharding"):
-        described.pop(key)
+    described = what_training_reads(section, config)
+    described = {key: value for key, value in described.items() if key not in _WITHOUT_EFFECT}
     start: Any = None
     if initial is not None:
         start = {name: [list(t.shape), float(t.double().sum())] for name, t in sorted(initial.items())}
@@ -94,18 +99,18 @@ def _mask_digest(rows: PackedRows) -> str:
 
 
 def new_drafter(
-    config: BlockDrafterConfig,
+    config: DrafterConfig,
     *,
     seed: int,
     initial: dict[str, torch.Tensor] | None = None,
     device: str = "cpu",
-) -> BlockDrafter:
+) -> Drafter:
     """Fresh weights, or those of an existing drafter of the same configuration, in float32.
 
     Raises:
         CheckpointError: the given weights don't fit; by name.
     """
-    drafter = BlockDrafter(config)
+    drafter = build_drafter(config)
     drafter.initialise(seed=seed)
     if initial is not None:
         mine = drafter.state_dict()
@@ -123,7 +128,7 @@ def new_drafter(
 
 def train_drafter(
     section: TrainingSection,
-    config: BlockDrafterConfig,
+    config: DrafterConfig,
     *,
     target: Target,
     train_rows: PackedRows,
@@ -136,7 +141,7 @@ def train_drafter(
     report: Report | None = None,
     feature_report: Progress | None = None,
 ) -> TrainingResult:
-    """Train a block drafter on packed rows, or go on where an earlier call in the same folder stopped.
+    """Train a drafter on packed rows, or go on where an earlier call in the same folder stopped.
 
     Args:
         section: the recipe's training section.
@@ -155,6 +160,7 @@ def train_drafter(
         TrainingError, CheckpointError, DataError, MissingRequirement: see ``loop.train`` and ``features``.
     """
     ranks = connect(str(target.device)) if ranks is None else ranks
+    ranks = share_rows(ranks, section.sequence_parallel)
     drafter = new_drafter(config, seed=section.seed, initial=initial, device=str(target.device))
     equalise(drafter, ranks)
     if section.sharding == "shard":
@@ -173,18 +179,21 @@ def train_drafter(
     }
     embedding_VD = target.embedding_VD.detach()
     head_VD = target.head_VD.detach()
-    step = BlockStep(
+    step = training_step(
         drafter,
         rows=train_rows,
         features=sources["train"],
         embedding_VD=embedding_VD,
         head_VD=head_VD.to(product_dtype(section, target.device)),
         anchors_per_row=section.anchors_per_row,
+        on_policy=section.on_policy,
+        recompute_depths=section.recompute_depths,
+        ranks=ranks,
         seed=section.seed,
         compute_dtype=product_dtype(section, target.device),
         timed=target.device.type == "cpu",
     )
-    evaluate = HeldOutAcceptance(
+    evaluate = held_out_measure(
         drafter,
         rows=held_out_rows,
         features=sources["held-out"],
@@ -215,7 +224,7 @@ def train_drafter(
 
 
 def trained_weights(
-    folder: Path, config: BlockDrafterConfig, *, which: Literal["best", "last"] = "best"
+    folder: Path, config: DrafterConfig, *, which: Literal["best", "last"] = "best"
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Weights of a run's best (or last) checkpoint, and its record.
 
@@ -226,7 +235,7 @@ def trained_weights(
     snapshot = (store.best() if which == "best" else None) or store.latest()
     if snapshot is None:
         raise CheckpointError(f"{store.folder} holds no checkpoint yet", mend="train first")
-    model = BlockDrafter(config)
+    model = build_drafter(config)
     tensors = {"model": dict(model.state_dict())}
     store.load(snapshot, tensors)
     return tensors["model"], asdict(snapshot)

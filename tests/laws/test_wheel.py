@@ -43,6 +43,11 @@ def test_holds_the_shipped_folders(installed, name):
     assert missing == set()
 
 
+def test_holds_the_licence_that_publications_carry(installed):
+    carried = installed / "angelspec" / "_resources" / "LICENSE"
+    assert carried.read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
 def test_runs_apart_from_the_clone(installed, tmp_path):
     script = (
         "import json, angelspec\n"

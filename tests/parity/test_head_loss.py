@@ -12,11 +12,13 @@ from angelspec.objectives import (
     Budget,
     Channel,
     HeadLoss,
+    JudgedTeacher,
     LowRank,
     Support,
     Teacher,
     Workspace,
     head_loss,
+    judge_rows,
     reference_head_loss,
     vocabulary_sweep,
 )
@@ -39,12 +41,19 @@ SUPPORTS = {
     "full": Support(),
     "top-k": Support(top_k=6),
     "renormalised": Support(top_k=6, renormalise=True),
+    "cut": Support(top_k=150),
+    "cut and renormalised": Support(top_k=150, renormalise=True),
 }
 BUDGETS = {
     "one-piece": Budget(buffer_bytes=1 << 30, tile_columns=4096, product_columns=4096),
     "ragged": Budget(buffer_bytes=1, tile_columns=97, product_columns=41, min_rows=7),
     "single-rows": Budget(buffer_bytes=1, tile_columns=V, product_columns=1, min_rows=1),
 }
+
+
+@pytest.fixture(autouse=True)
+def six_tokens_are_gathered_and_150_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary_sweep, "GATHERED_SHARE", V // 6)
 
 
 def inputs(*, dtype=torch.float32, seed: int = 0, low_rank: bool = False) -> dict:
@@ -161,6 +170,91 @@ def test_a_teacher_without_an_index_judges_row_by_row() -> None:
     shared = run(head_loss, given, **options)
     own = run(head_loss, given | {"teacher": Teacher(rows_ND)}, **options)
     assert_same(own, shared, given)
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_rows_that_were_judged_before_give_what_their_states_give(support: str) -> None:
+    given, workspace = inputs(), Workspace()
+    options = {"channels": CHANNELS, "support": SUPPORTS[support], "budget": BUDGETS["ragged"], "workspace": workspace}
+    teacher_MD, index_N = given["teacher"]
+    rows = judge_rows(teacher_MD, head_VD=given["head_VD"], **options)
+    for _ in range(2):  # the second call finds them unharmed
+        expected = run(reference_head_loss, given, channels=CHANNELS, support=SUPPORTS[support])
+        assert_same(run(head_loss, given | {"teacher": JudgedTeacher(rows, index_N)}, **options), expected, given)
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_neighbouring_judges_are_read_in_place_and_give_the_same(support: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions in a row, as MTP has them: judge of each is the one after the judge of the one before."""
+    given = inputs(seed=2)
+    rows, start = 12, 3
+    part = {
+        "hidden_ND": given["hidden_ND"].detach()[:rows].requires_grad_(),
+        "head_VD": given["head_VD"],
+        "labels_N": given["labels_N"][:rows],
+    }
+    states, index = given["teacher"].hidden_MD, torch.arange(start, start + rows)
+    options = {"channels": CHANNELS, "support": SUPPORTS[support], "budget": BUDGETS["ragged"]}
+    workspace = Workspace()
+    judged = judge_rows(states, head_VD=given["head_VD"], **options, workspace=workspace)
+    expected = run(
+        reference_head_loss, part | {"teacher": Teacher(states, index)}, channels=CHANNELS, support=SUPPORTS[support]
+    )
+
+    def refuse(*_args, **_kwargs) -> None:
+        raise AssertionError("neighbours were gathered")
+
+    monkeypatch.setattr(torch, "index_select", refuse)
+    result = run(head_loss, part | {"teacher": JudgedTeacher(judged, index)}, **options, workspace=workspace)
+    assert_same(result, expected, part)
+
+
+def test_the_tokens_that_share_the_last_place_of_a_cut_all_count() -> None:
+    given = inputs()
+    given["head_VD"][100:] = given["head_VD"][99]  # 202 tokens of one logit
+    teacher_MD = given["teacher"].hidden_MD
+    order = (teacher_MD @ given["head_VD"].T).argsort(1, descending=True)
+    count = 150
+    tied = (order[:, :count] >= 99).any(1)
+    assert tied.any()
+    options = {"support": Support(top_k=count, renormalise=True), "channels": {"kl": Channel(kl=1.0)}}
+    result = run(head_loss, given, **options, budget=BUDGETS["ragged"])
+    student = given["hidden_ND"] @ given["head_VD"].T
+    teacher = (teacher_MD @ given["head_VD"].T)[given["teacher"].index_N]
+    inside = teacher >= teacher.topk(count, 1).values[:, -1:]
+    log_q, log_p = (x.masked_fill(~inside, -torch.inf).log_softmax(1) for x in (student, teacher))
+    expected = torch.where(inside, log_p.exp() * (log_p - log_q), 0.0).sum(1)
+    torch.testing.assert_close(result.losses["kl"], expected, rtol=2e-4, atol=2e-5)
+
+
+def test_a_token_far_below_the_peak_still_belongs_to_a_cut_support() -> None:
+    """Its p would be 0 in float32; the student's mass on it counts all the same."""
+    states = torch.eye(V, D)[:1] * 300.0
+    head = torch.zeros(V, D)
+    head[0, 0], head[200:, 0] = 1.0, -1.0  # the teacher: token 0 at 300, the next 199 at 0, the rest at -300
+    head[100:200, 1] = torch.linspace(0.0, 1.0, 100)  # distinct for the student alone
+    given = {
+        "hidden_ND": torch.eye(V, D)[[1, 1]].requires_grad_(),
+        "head_VD": head,
+        "labels_N": torch.zeros(2, dtype=torch.long),
+        "teacher": Teacher(states, torch.zeros(2, dtype=torch.long)),
+    }
+    options = {
+        "support": Support(top_k=200, renormalise=True),
+        "channels": {"ce": Channel(ce=1.0), "tv": Channel(tv=1.0)},
+    }
+    result = run(head_loss, given, **options, budget=BUDGETS["ragged"])
+    assert_same(result, run(reference_head_loss, given, **options), given)
+
+
+def test_a_student_whose_mass_lies_outside_a_cut_support_has_finite_losses() -> None:
+    given = inputs()
+    given["hidden_ND"] = (-40.0 * given["teacher"].hidden_MD[given["teacher"].index_N]).requires_grad_()
+    result = run(
+        head_loss, given, channels=CHANNELS, support=SUPPORTS["cut and renormalised"], budget=BUDGETS["ragged"]
+    )
+    assert all(loss_N.isfinite().all() for loss_N in result.losses.values())
+    assert torch.autograd.grad(weighted_sum(result), trained(given))[0].isfinite().all()
 
 
 def test_shared_teacher_rows_are_projected_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,3 +454,10 @@ def test_a_label_that_ties_with_an_earlier_token_is_not_correct() -> None:
 def test_requests_that_do_not_fit_are_refused(function, change: dict, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         run(function, inputs() | change, channels=CHANNELS)
+
+
+def test_judged_rows_and_a_trainable_addition_do_not_go_together() -> None:
+    given = inputs(low_rank=True)
+    rows = judge_rows(given["teacher"].hidden_MD, head_VD=given["head_VD"], channels=CHANNELS, workspace=Workspace())
+    with pytest.raises(ValueError, match="judged rows"):
+        run(head_loss, given | {"teacher": JudgedTeacher(rows, given["teacher"].index_N)}, channels=CHANNELS)

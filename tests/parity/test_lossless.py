@@ -5,11 +5,15 @@ import scipy.stats
 import torch
 from decoding_builders import ScriptedProposer, random_prompts, small_target
 from drafter_builders import tiny_drafter
+from mtp_builders import fitting_mtp
 
 from angelspec.core.recipe import TargetSection
 from angelspec.decoding import speculative
+from angelspec.decoding.block_proposer import BlockProposer
+from angelspec.decoding.lookup import LookupProposer
+from angelspec.decoding.mtp_proposer import MtpProposer
 from angelspec.decoding.plain import decode_plain, decode_without_cache
-from angelspec.decoding.proposers import BlockProposer, LookupProposer, NoProposer
+from angelspec.decoding.proposer import NoProposer
 from angelspec.decoding.speculative import CutPolicy, decode
 from angelspec.ops.verification import Verdict, verify
 from angelspec.targets.target import load_target
@@ -135,6 +139,8 @@ def test_real_drafters_on_real_architectures(family):
     proposers = [
         BlockProposer(drafter, target=target, name="exact"),
         BlockProposer(drafter, target=target, name="shortlist", shortlist=8),
+        MtpProposer(fitting_mtp(geometry), target=target, name="mtp"),
+        MtpProposer(fitting_mtp(geometry, "moe", num_depths=5), target=target, name="mtp of experts"),
         LookupProposer(max_match=3, num_proposals=7),
         NoProposer(),
     ]
@@ -143,6 +149,18 @@ def test_real_drafters_on_real_architectures(family):
         for proposer in proposers:
             run = decode(target, proposer, prompts, max_new_tokens=17, temperature=temperature, seed=2, batch_size=3)
             assert [a.tokens for a in run.answers] == [a.tokens for a in plain], proposer.name
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("cut", [None, CutPolicy(ratio=0.5)])
+def test_mtp_gives_the_plain_tokens(target, truth, temperature, cut):
+    prompts, answers = truth
+    proposer = MtpProposer(fitting_mtp(target.geometry), target=target, name="mtp")
+    run = decode(
+        target, proposer, prompts, max_new_tokens=22, temperature=temperature, seed=5, batch_size=30, cut=cut
+    )  # fmt: skip
+    assert [answer.tokens for answer in run.answers] == [answer.tokens for answer in answers[temperature]]
+    assert sum(sum(answer.accepted) for answer in run.answers) > 20, "nothing was accepted: the test tests nothing"
 
 
 # ---- B29
@@ -158,8 +176,11 @@ def _always_accept(logits_BQV, **arguments):
     return Verdict(chosen_BQ, lengths_B)
 
 
-def _p_value(target, temperature, *, draws=20_000):
-    """Chi-square of the first two tokens behind the prefill's one, against the target's own joint distribution."""
+def _p_value(target, temperature, *, proposer=None, draws=20_000):
+    """Chi-square of the first two tokens behind the prefill's one, against the target's own joint distribution.
+
+    Without a proposer the target's most likely second token is drafted.
+    """
     prompt = [2, 5]
     vocabulary = target.geometry.vocab_size
 
@@ -171,10 +192,13 @@ def _p_value(target, temperature, *, draws=20_000):
     second_VV = conditional([[*prompt, a] for a in range(vocabulary)])
     joint = first_V.unsqueeze(1) * second_VV
     script = {(*prompt, a): int(second_VV[a].argmax()) for a in range(vocabulary)}
+    if proposer is None:
+        proposer = ScriptedProposer(lambda history: [script.get(tuple(history), 3)] * 2, depth=2)
     run = decode(
-        target, ScriptedProposer(lambda history: [script.get(tuple(history), 3)] * 2, depth=2), [prompt] * draws,
+        target, proposer, [prompt] * draws,
         max_new_tokens=2, temperature=temperature, seed=17, batch_size=draws, stop_token_ids=[],
     )  # fmt: skip
+    assert sum(sum(answer.accepted) > 0 for answer in run.answers) > draws / 100, "nothing was accepted"
     pairs = torch.tensor([answer.tokens for answer in run.answers])
     observed = torch.bincount(pairs[:, 0] * vocabulary + pairs[:, 1], minlength=vocabulary**2).double()
     expected = joint.flatten() * draws
@@ -193,3 +217,12 @@ def test_b29_the_joint_distribution_is_the_targets(monkeypatch, temperature):
     assert _p_value(target, temperature) > 1e-3
     monkeypatch.setattr(speculative, "verify", _always_accept)
     assert _p_value(target, temperature) < 1e-6
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_mtp_keeps_the_joint_distribution(monkeypatch, temperature):
+    target = small_target(vocab_size=8, sharpness=0.7, num_layers=1)
+    proposer = MtpProposer(fitting_mtp(target.geometry), target=target, name="mtp")
+    assert _p_value(target, temperature, proposer=proposer) > 1e-3
+    monkeypatch.setattr(speculative, "verify", _always_accept)
+    assert _p_value(target, temperature, proposer=proposer) < 1e-6

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from training_builders import CE, ToyTarget, pattern_rows, section, tiny_config
+from training_builders import CE, DEPTHS, ToyTarget, mtp_config, pattern_rows, section, tiny_config
 
 from angelspec.core.errors import CheckpointError
 from angelspec.core.objective import Objective
@@ -26,8 +26,14 @@ CASES = {
     "shard": ("dfly", TWO_TERMS, {"sharding": "shard"}),
     "shard-markov": ("dspark", CE, {"sharding": "shard"}),
     "shard-muon": ("dflare", CE, {"sharding": "shard", "optimizer": OptimizerSection(name="muon")}),
+    "mtp": ("mtp", DEPTHS, {}),
+    "mtp-shard": ("mtp", DEPTHS.model_copy(update={"end_to_end_tv": 0.5}), {"sharding": "shard"}),
 }
 STEPS = 3
+
+
+def config_of(name: str):
+    return mtp_config() if name == "mtp" else tiny_config(name)
 
 
 def run(folder: Path, case: str, ranks=None, *, world: int):
@@ -35,7 +41,7 @@ def run(folder: Path, case: str, ranks=None, *, world: int):
     stage = TrainingStage(name="cold", objective=objective, steps=STEPS)
     return train_drafter(
         section(stages=(stage,), rows_per_step=4 // world, rows_per_micro_batch=1, evaluate_every=2, **changes),
-        tiny_config(name), target=ToyTarget(), train_rows=pattern_rows(7), held_out_rows=pattern_rows(3, seed=9),
+        config_of(name), target=ToyTarget(), train_rows=pattern_rows(7), held_out_rows=pattern_rows(3, seed=9),
         folder=folder, ranks=ranks,
     )  # fmt: skip
 
@@ -91,12 +97,13 @@ def test_two_ranks_give_the_losses_and_weights_of_one(one_rank, two_ranks, case)
     ones, twos = events(one_rank / case, "step"), events(two_ranks / case, "step")
     assert len(ones) == len(twos) == (2 if case == "short" else STEPS)
     for one, two in zip(ones, twos, strict=True):
+        assert one["positions"] > 0 and one["loss"] > 0
         for key in ("loss", "gradient_norm", "accuracy", "cross_entropy", "positions", "learning_rate"):
             assert two[key] == pytest.approx(one[key], rel=2e-4), key
     assert [e["accepted_length"] for e in events(one_rank / case, "held_out")] == pytest.approx(
         [e["accepted_length"] for e in events(two_ranks / case, "held_out")]
     )
-    config = tiny_config("dfly" if case == "short" else CASES[case][0])
+    config = config_of("dfly" if case == "short" else CASES[case][0])
     one, _ = trained_weights(one_rank / case, config, which="last")
     two, record = trained_weights(two_ranks / case, config, which="last")
     assert record["world_size"] == 2

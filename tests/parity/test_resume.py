@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_builders import CE, E2E, pattern_rows, section, tiny_config, tiny_target
+from training_builders import CE, DEPTHS, E2E, mtp_config, pattern_rows, section, tiny_config, tiny_target
 
+from angelspec.core.errors import CheckpointError
 from angelspec.core.recipe import OptimizerSection, TrainingStage
 from angelspec.training import loop
 from angelspec.training.metrics import read_metrics
@@ -18,15 +19,16 @@ STAGES = (
 
 
 def settings(**changes):
-    return section(
-        stages=STAGES,
-        **{"log_every": 2, "evaluate_every": 3, "save_every": 4, "rows_per_micro_batch": 1, **changes},
-    )
+    base = {
+        "stages": STAGES, "log_every": 2, "evaluate_every": 3, "save_every": 4, "rows_per_micro_batch": 1,
+    }  # fmt: skip
+    return section(**{**base, **changes})
 
 
 def train(folder: Path, *, name="dfly", report=None, **changes):
+    config = mtp_config() if name == "mtp" else tiny_config(name)
     return train_drafter(
-        settings(**changes), tiny_config(name), target=tiny_target(), train_rows=pattern_rows(7),
+        settings(**changes), config, target=tiny_target(), train_rows=pattern_rows(7),
         held_out_rows=pattern_rows(2, seed=9), folder=folder, report=report,
     )  # fmt: skip
 
@@ -85,6 +87,33 @@ def test_a_finished_run_says_so_and_changes_nothing(straight):
     result = train(straight)
     assert result.was_finished and result.status == "finished" and result.step == 10
     assert files(straight) == before and (straight / "metrics.jsonl").read_bytes() == metrics
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_mtp_resumes_exactly(tmp_path, on_policy):
+    stages = (
+        TrainingStage(name="cold", objective=DEPTHS, steps=4),
+        TrainingStage(name="end-to-end", objective=E2E, steps=2, learning_rate_scale=0.5),
+    )
+    changes = {"name": "mtp", "stages": stages, "on_policy": on_policy, "features": "memory", "save_every": 3}
+    assert train(tmp_path / "a", **changes).step == 6
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "b", report=stop_after(4), **changes)
+    assert train(tmp_path / "b", **changes).step == 6
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert without_clock(tmp_path / "a") == without_clock(tmp_path / "b")
+
+
+def test_what_a_family_never_reads_is_no_part_of_a_run_s_identity(tmp_path):
+    train(tmp_path / "blocks", anchors_per_row=6)
+    assert train(tmp_path / "blocks", on_policy=False).was_finished
+    with pytest.raises(CheckpointError):
+        train(tmp_path / "blocks", anchors_per_row=5)
+    changes = {"name": "mtp", "stages": (TrainingStage(name="cold", objective=DEPTHS, steps=1),)}
+    train(tmp_path / "depths", **changes)
+    assert train(tmp_path / "depths", anchors_per_row=5, **changes).was_finished
+    with pytest.raises(CheckpointError):
+        train(tmp_path / "depths", on_policy=False, **changes)
 
 
 def test_muon_and_memory_features_resume_exactly_too(tmp_path):

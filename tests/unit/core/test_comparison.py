@@ -34,6 +34,12 @@ def test_a_variant_wins_over_set_and_the_command_over_the_file():
         held.with_overrides(["pack.row_length"])
 
 
+def test_another_mode_is_asked_of_the_variants_of_its_orderings():
+    ordering = {"claim": "x", "better": "a", "worse": "b", "mode": "high-think"}
+    named = comparison(variants={"a": {}, "b": {}, "c": {}}, orderings=[ordering])
+    assert named.variants_in("high-think") == {"a", "b"} and named.variants_in("no-think") == {"a", "b", "c"}
+
+
 def test_wrong_variants_are_named():
     with pytest.raises(RecipeError, match=r"(?s)variant 'b': .*drafter\.hed"):
         list(comparison(variants={"a": {}, "b": {"drafter.hed": "none"}}).runs())

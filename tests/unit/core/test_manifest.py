@@ -9,13 +9,13 @@ from angelspec.core.manifest import DrafterManifest, TargetIdentity, TrainingRec
 from angelspec.core.recipe_files import load_recipe
 
 
-@pytest.fixture
-def manifest() -> DrafterManifest:
-    recipe = load_recipe("tiny-dfly-llama")
+@pytest.fixture(params=["tiny-dfly-llama", "tiny-mtp-llama", "tiny-mtp-hy3"])
+def manifest(request) -> DrafterManifest:
+    recipe = load_recipe(request.param)
     target = recipe.target
     return DrafterManifest(
         angelspec_version="0.1.0",
-        algorithm="dfly",
+        algorithm=recipe.drafter_config().algorithm,
         mode=recipe.mode,
         drafter=recipe.drafter_config(),
         target=TargetIdentity(

@@ -46,6 +46,67 @@ def test_refuses_by_key_and_allowed_values(override, key, allowed):
     assert allowed in message
 
 
+@pytest.mark.parametrize(
+    ("override", "key", "allowed"),
+    [
+        (
+            "drafter.algorithm=mtpp",
+            "drafter.algorithm",
+            "did you mean 'mtp'?); allowed: dflash, dflare, dspark, dfly, mtp",
+        ),
+        ("drafter.num_depth=3", "drafter.num_depth: unknown key", "did you mean 'num_depths'"),
+        ("drafter.block_size=4", "drafter.block_size: unknown key", "num_depths, mlp, moe"),
+        ("drafter.moe.num_expert=3", "drafter.moe.num_expert: unknown key", "did you mean 'num_experts'"),
+        ("drafter.num_depths=0", "drafter.num_depths", "greater than or equal to 1"),
+        ("drafter.num_depths=511", "pack.row_length", "more than drafter.num_depths + 1 (512)"),
+        ("drafter.mlp=moe", "drafter", "moe belongs to mlp 'moe'"),
+        (
+            "training.stages.cold-start.objective.slot_weights=[1,2]",
+            "cold-start.objective.slot_weights",
+            "each of the 3",
+        ),
+        ("training.stages.cold-start.objective.top_k=50000", "cold-start.objective.top_k", "allowed: 1..49152"),
+        ("training.stages.cold-start.objective.confidence=1", "cold-start.objective.confidence", "allowed: 0"),
+        ("training.on_policy=maybe", "training.on_policy", "boolean"),
+        ("training.sequence_parallel=2", "training.sequence_parallel", "allowed: 1, 3, 9"),
+    ],
+)
+def test_mtp_refuses_by_key_and_allowed_values(override, key, allowed):
+    message = refusal(override, name="smollm2-mtp-nothink")
+    assert key in message
+    assert allowed in message
+
+
+def test_a_block_drafter_knows_no_depths_and_no_layer_of_the_target():
+    assert "drafter.num_depths: unknown key" in refusal("drafter.num_depths=3")
+    assert "allowed: the folder of a drafter" in refusal("drafter.initial_checkpoint=target")
+    assert "no confidence head" in refusal("training.stages.cold-start.objective.confidence=1")
+    assert "allowed: 1" in refusal("training.sequence_parallel=3")
+
+
+def test_a_drafter_of_another_family_starts_from_its_own_defaults(tmp_path):
+    changed = load_recipe(NAME, overrides=["drafter.algorithm=mtp", "drafter.num_depths=2"])
+    assert (changed.drafter_config().algorithm, changed.verify_width) == ("mtp", 3)
+    (tmp_path / "mine.yaml").write_text("base: smollm2-dfly-nothink\nname: mine\ndrafter: {algorithm: mtp}\n")
+    assert load_recipe(str(tmp_path / "mine.yaml")).drafter.num_depths == 3
+    kept = load_recipe(NAME, overrides=["drafter.algorithm=dflash"])
+    assert (kept.drafter.num_layers, kept.verify_width) == (2, 8)
+    weights = "training.stages.cold-start.objective.slot_weights=null"
+    back = load_recipe("smollm2-mtp-nothink", overrides=["drafter.algorithm=dflash", "drafter.num_layers=1", weights])
+    assert (back.drafter.num_layers, back.drafter.num_taps) == (1, 5)
+
+
+def test_mtp_is_resolved_from_its_target_and_round_trips(tmp_path):
+    import yaml
+
+    resolved = load_recipe("hy3-mtp-nothink")
+    config = resolved.drafter_config()
+    assert (config.hidden_size, config.num_heads, config.mlp, config.target_layer_ids) == (4096, 64, "moe", ())
+    path = tmp_path / "resolved.yaml"
+    path.write_text(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False))
+    assert load_recipe(str(path)) == resolved
+
+
 def test_a_mode_the_target_has_not():
     message = refusal("target.mode_family=plain", "mode=high-think")
     assert "mode:" in message

@@ -6,8 +6,10 @@ from decoding_builders import small_target
 from drafter_builders import tiny_drafter
 
 from angelspec.core.errors import CheckpointError
+from angelspec.decoding.block_proposer import BlockProposer
+from angelspec.decoding.lookup import LookupProposer, copy_match, lookup_reference
 from angelspec.decoding.plain import decode_without_cache
-from angelspec.decoding.proposers import BlockProposer, LookupProposer, NoProposer, copy_match, lookup_reference
+from angelspec.decoding.proposer import NoProposer
 from angelspec.decoding.speculative import decode
 
 

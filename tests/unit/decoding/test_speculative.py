@@ -7,8 +7,9 @@ from decoding_builders import ScriptedProposer, random_prompts, small_target
 from angelspec.core.costs import CostEntry, CostTable
 from angelspec.core.errors import DataError
 from angelspec.decoding.answers import COMPONENTS
+from angelspec.decoding.lookup import LookupProposer
 from angelspec.decoding.plain import decode_without_cache
-from angelspec.decoding.proposers import LookupProposer, NoProposer
+from angelspec.decoding.proposer import NoProposer
 from angelspec.decoding.speculative import CutPolicy, decode
 
 STOP = 1

@@ -13,7 +13,6 @@ from angelspec.core.errors import CheckpointError
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.manifest import DrafterManifest, TargetIdentity, TrainingRecord
 from angelspec.core.recipe_files import load_recipe
-from angelspec.drafters.block import BlockDrafter
 from angelspec.drafters.checkpoint import (
     convert_checkpoint,
     examine_checkpoint,
@@ -21,6 +20,7 @@ from angelspec.drafters.checkpoint import (
     load_drafter,
     save_drafter,
 )
+from angelspec.drafters.families import build_drafter
 
 
 @pytest.fixture
@@ -224,8 +224,9 @@ def test_conversion_keeps_tensors_and_dtype(tmp_path):
     assert (ours / "config.json").read_text() == (back / "config.json").read_text()
 
 
-def test_the_manifest_travels_and_must_agree(tmp_path):
-    recipe = load_recipe("tiny-dfly-llama")
+@pytest.mark.parametrize("name", ["tiny-dfly-llama", "tiny-mtp-qwen3", "tiny-mtp-hy3"])
+def test_the_manifest_travels_and_must_agree(name, tmp_path):
+    recipe = load_recipe(name)
     target, config = recipe.target, recipe.drafter_config()
     manifest = DrafterManifest(
         angelspec_version="0.1.0", algorithm=config.algorithm, mode=recipe.mode, drafter=config,
@@ -235,7 +236,7 @@ def test_the_manifest_travels_and_must_agree(tmp_path):
         ),
         recipe=recipe, training=TrainingRecord(steps=1, supervised_positions=1, target_tokens=1),
     )  # fmt: skip
-    folder = save_drafter(BlockDrafter(config).initialise(seed=0), tmp_path / "export", manifest=manifest)
+    folder = save_drafter(build_drafter(config).initialise(seed=0), tmp_path / "export", manifest=manifest)
     assert load_drafter(folder, geometry=target.geometry).manifest == manifest
     edit_config(folder, rms_norm_eps=0.5, angelspec="DROP")
     assert codes(folder) == [("manifest-differs", "rms_norm_eps")]

@@ -86,7 +86,7 @@ def test_tables_without_answers_are_left_out():
 
 def test_spread_and_verdict():
     assert spread([]) == "–" and spread([1.0]) == "1.000" and spread([1.0, 2.0]) == "1.500 ± 0.707"
-    assert verdict([]) == "undecided" and verdict([0.1, -0.1]) == "undecided"
+    assert verdict([]) == "not measured" and verdict([0.1, -0.1]) == "undecided"
     assert verdict([0.1]) == "holds" and verdict([0.0, -1.0]) == "does not hold"
 
 

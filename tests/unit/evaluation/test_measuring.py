@@ -10,8 +10,10 @@ from drafter_builders import tiny_drafter
 from angelspec.core.errors import DataError
 from angelspec.data.answers import Prompt
 from angelspec.decoding import speculative
+from angelspec.decoding.block_proposer import BlockProposer
+from angelspec.decoding.lookup import LookupProposer
 from angelspec.decoding.plain import decode_without_cache
-from angelspec.decoding.proposers import BlockProposer, LookupProposer, NoProposer
+from angelspec.decoding.proposer import NoProposer
 from angelspec.evaluation import acceptance
 from angelspec.evaluation.acceptance import (
     batch_groups,

@@ -7,19 +7,12 @@ from evaluation_builders import small_report
 from rich.console import Console
 
 from angelspec.core.errors import DataError
-from angelspec.evaluation.report import (
-    Report,
-    exactness_table,
-    join_reports,
-    length_table,
-    lookup_table,
-    position_table,
-    print_report,
-    speed_table,
-    tables,
-    to_markdown,
-)
+from angelspec.evaluation.acceptance_tables import exactness_table, length_table, lookup_table, position_table
+from angelspec.evaluation.joining import join_reports
+from angelspec.evaluation.rendering import print_report, tables, to_markdown, write_report
+from angelspec.evaluation.report import Report
 from angelspec.evaluation.results import Divergence, ExactnessResult
+from angelspec.evaluation.speed_tables import speed_table
 
 
 def _cells(table, label):
@@ -28,7 +21,7 @@ def _cells(table, label):
 
 def test_json_round_trip(tmp_path):
     report = small_report()
-    as_json, as_markdown = report.save(tmp_path)
+    as_json, as_markdown = write_report(report, tmp_path)
     assert Report.load(as_json) == report
     assert as_markdown.read_text(encoding="utf-8") == to_markdown(report)
 
@@ -86,6 +79,20 @@ def test_position_table_is_over_full_depth_steps():
     assert [row["p1"], row["p2"], row["p3"]] == ["0.500", "0.250", "0.250"]
     assert row["full-depth steps"] == "8"  # two finished answers
     assert row["kept ratio"] == "100.0 %"
+
+
+def test_mtp_and_block_drafters_share_a_table_each_to_its_depth():
+    report = small_report(
+        steps={"a": ([7, 5, 0, 0], 7)}, mtp_steps={"a": ([3, 3, 1, 0], 3)}, drafters=("mtp", "dfly", "prompt lookup")
+    )
+    table = position_table(report, temperature=0.0)
+    assert table.columns[1:8] == tuple(f"p{k}" for k in range(1, 8))
+    mtp, dfly = _cells(table, "mtp, all"), _cells(table, "dfly, all")
+    assert [mtp[f"p{k}"] for k in range(1, 8)] == ["0.750", "0.500", "0.500", "–", "–", "–", "–"]
+    assert [dfly[f"p{k}"] for k in range(1, 8)] == ["0.500"] * 5 + ["0.250"] * 2
+    lengths = _cells(length_table(report, temperature=0.0, finished=True), "a")
+    assert (lengths["mtp"], lengths["dfly"]) == ("2.75", "**4.00**")
+    assert _cells(lookup_table(report), "all code, temperature 0")["mtp"] == "2.20x"
 
 
 def test_speed_is_pooled_too():

@@ -29,6 +29,7 @@ OBJECTIVES = {
     "cold start": Objective(lk=1.0, top_k=5, position_weights="d-pace"),
     "lk alpha": Objective(lk=1.0, lk_form="alpha"),
     "end-to-end": Objective(end_to_end_tv=1.0),
+    "stated weights": Objective(kl=1.0, slot_weights=(1.0, 0.5, 0.25, 0.0)),
     "dspark": Objective(ce=0.1, l1=0.9, confidence=1.0, position_weights="decay", decay_gamma=4.0),
     "mtp": Objective(ce=0.1, kl=0.5, tv=0.3, end_to_end_tv=2.0, top_k=5, renormalise=True),
 }
@@ -205,6 +206,9 @@ def test_missing_inputs_are_named() -> None:
         ({"tv": 1.0, "top_k": 5}, "top_k has no effect"),
         ({"lk": 1.0, "lk_form": "alpha", "top_k": 5}, "top_k has no effect"),
         ({"cross_entropy": 1.0}, "Extra inputs"),
+        ({"ce": 1.0, "slot_weights": (0.0, 0.0)}, "all 0"),
+        ({"ce": 1.0, "slot_weights": (1.0, -0.5)}, "greater than or equal"),
+        ({"ce": 1.0, "slot_weights": (1.0, 0.5), "position_weights": "d-pace"}, "take the place of"),
     ],
 )
 def test_objectives_that_make_no_sense_are_refused(fields: dict, complaint: str) -> None:

@@ -57,3 +57,12 @@ def test_the_objective_chooses_the_weights_and_masked_slots_weigh_nothing(kind: 
     )
     expected = {"uniform": [1, 1, 0], "decay": [1, math.exp(-0.5), 0], "d-pace": [0.75, 0.25, 0]}
     torch.testing.assert_close(found, torch.tensor([expected[kind]], dtype=torch.float32))
+
+
+def test_stated_weights_are_taken_as_they_are() -> None:
+    mask = torch.tensor([[True, True, False], [True, False, True]])
+    objective = Objective(ce=1, slot_weights=(1.0, 0.8, 0.0))
+    found = weights.slot_weights(objective, ce_AK=torch.zeros(2, 3), mask_AK=mask)
+    torch.testing.assert_close(found, torch.tensor([[1.0, 0.8, 0.0], [1.0, 0.0, 0.0]]))
+    with pytest.raises(ValueError, match="3 weights for 2 proposals"):
+        weights.slot_weights(objective, ce_AK=torch.zeros(2, 2), mask_AK=mask[:, :2])

@@ -22,6 +22,7 @@ TOKENS = torch.tensor([[257, 72, 105, 258, 10, 33]])
 def test_states_are_those_of_plain_transformers(family, dtype):
     target = tiny_target(family, dtype)
     verify_target(target, layer_ids=(0, 2, 5))
+    verify_target(target, layer_ids=())  # MTP taps nothing
     states = target.forward(TOKENS, layer_ids=(1, 3))
     plain = target.model(input_ids=TOKENS, output_hidden_states=True, use_cache=False)
     assert states.taps_BTF.dtype == states.hidden_BTD.dtype == dtype

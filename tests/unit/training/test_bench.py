@@ -1,6 +1,6 @@
 import pytest
 import torch
-from training_builders import tiny_config
+from training_builders import E2E, mtp_config, tiny_config
 
 from angelspec.core.errors import TrainingError
 from angelspec.core.known_targets import KNOWN_TARGETS
@@ -18,16 +18,16 @@ from angelspec.training.bench import (
 
 def tiny_case(**changes):
     base = {
-        "name": "tiny", "objective_name": "ce", "objective": OBJECTIVES["ce"], "drafter": tiny_config(),
+        "name": "tiny", "objective_name": "ce", "objective": OBJECTIVES["dfly"]["ce"], "drafter": tiny_config(),
         "target": KNOWN_TARGETS["tiny-llama"].geometry, "row_length": 32, "rows_per_step": 2, "anchors_per_row": 5,
         "repeats": 2,
     }  # fmt: skip
     return BenchCase(**{**base, **changes})
 
 
-@pytest.mark.parametrize("objective", list(OBJECTIVES))
+@pytest.mark.parametrize("objective", list(OBJECTIVES["dfly"]))
 def test_measures_every_objective(objective):
-    result = measure(tiny_case(objective_name=objective, objective=OBJECTIVES[objective]))
+    result = measure(tiny_case(objective_name=objective, objective=OBJECTIVES["dfly"][objective]))
     assert result.positions_per_step == 2 * 5 * 3
     assert result.positions_per_second == pytest.approx(30 / result.step_seconds)
     assert result.yardsticks == pytest.approx(result.step_seconds / result.yardstick_seconds)
@@ -35,6 +35,14 @@ def test_measures_every_objective(objective):
     assert set(result.shares) == {"backbone", "head", "optimiser", "other"}
     assert all(share > -0.01 for share in result.shares.values())
     assert result.peak_process_bytes > 100 * 2**20
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_measures_mtp_at_every_position_of_a_row(online):
+    result = measure(tiny_case(drafter=mtp_config(), objective=E2E, online=online))
+    assert result.positions_per_step == 2 * (30 + 29 + 28)
+    assert set(result.shares) == {"backbone", "head", "optimiser", "other", *(["target"] if online else [])}
+    assert result.num_parameters == 64 * 128 + 64 * 16 * 12 + 3 * 64 * 96 + 5 * 64 + 2 * 16
 
 
 def test_an_online_target_has_its_share_and_a_huge_one_says_why_not():
@@ -63,7 +71,9 @@ def test_a_case_runs_in_a_process_of_its_own_and_a_dead_one_is_reported(capsys):
     assert result.matmul == "bfloat16" and result.threads == torch.get_num_threads()
     print_bench([result])
     assert "yardsticks" in capsys.readouterr().out
-    with pytest.raises(TrainingError, match="measuring tiny with ce failed: rows of 2 tokens host no block of 4"):
+    with pytest.raises(
+        TrainingError, match="measuring tiny with ce failed: rows of 2 tokens host no draft of 3 tokens"
+    ):
         run_apart(tiny_case(row_length=2))
 
 
@@ -78,6 +88,21 @@ def test_the_reference_configuration_is_that_of_the_issue():
     assert (case.row_length, case.anchors_per_row, case.rows_per_step) == (512, 64, 1)
     assert (drafter.hidden_size, drafter.vocab_size, case.optimizer.name) == (576, 49152, "adamw")
     assert drafter.algorithm == "dfly"
+
+
+def test_the_mtp_reference_is_that_of_the_issue():
+    cases = reference_cases(reference="mtp")
+    assert [(c.matmul, c.objective_name) for c in cases][:3] == [
+        ("float32", "ce"),
+        ("float32", "lk"),
+        ("float32", "e2e"),
+    ]
+    case = cases[0]
+    assert (case.drafter.num_depths, case.drafter.mlp, case.row_length, case.on_policy) == (3, "dense", 512, True)
+    assert (case.drafter.hidden_size, case.drafter.vocab_size, case.optimizer.name) == (576, 49152, "adamw")
+    assert (cases[1].objective.top_k, cases[1].objective.renormalise) == (10_000, True)
+    recipe = recipe_cases("smollm2-mtp-nothink", overrides=["training.on_policy=false"])
+    assert {case.on_policy for case in recipe} == {False} and len(recipe) == 2
 
 
 def test_a_recipe_gives_a_case_per_stage_with_its_own_precision():

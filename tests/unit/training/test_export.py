@@ -1,7 +1,8 @@
 import pytest
 import torch
+from mtp_builders import tiny_mtp
 from safetensors.torch import load_file, save_file
-from training_builders import CE, ToyTarget, pattern_rows, section, tiny_config
+from training_builders import CE, DEPTHS, ToyTarget, mtp_config, pattern_rows, section, tiny_config
 
 from angelspec.core.errors import CheckpointError
 from angelspec.core.known_targets import KNOWN_TARGETS
@@ -58,3 +59,27 @@ def test_an_export_that_does_not_load_back_is_refused(tmp_path, monkeypatch):
 def test_a_run_without_a_checkpoint_says_so(tmp_path):
     with pytest.raises(CheckpointError, match="holds no checkpoint yet"):
         export.export_run(tmp_path, tiny_config(), tmp_path / "out", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("mlp", ["dense", "moe"])
+def test_mtp_is_exported_as_it_was_trained(tmp_path, mlp):
+    config = mtp_config(mlp)
+    settings = section(stages=(TrainingStage(name="cold", objective=DEPTHS, steps=2),), held_out_anchors=16)
+    result = train_drafter(
+        settings, config, target=ToyTarget(), train_rows=pattern_rows(4), held_out_rows=pattern_rows(2, seed=8),
+        folder=tmp_path / "run",
+    )  # fmt: skip
+    assert result.best_accepted_length >= 1.0
+    folder = export.export_run(tmp_path / "run", config, tmp_path / "out", dtype=torch.float32, geometry=GEOMETRY)
+    loaded = load_drafter(folder, geometry=GEOMETRY)
+    weights, _ = trained_weights(tmp_path / "run", config)
+    assert loaded.config == config and set(loaded.drafter.state_dict()) == set(weights)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.drafter.state_dict().items())
+
+
+def test_what_chooses_experts_is_exported_as_it_is(tmp_path):
+    drafter = tiny_mtp("moe")
+    stored = load_file(export.export_drafter(drafter, tmp_path / "out", dtype=torch.bfloat16) / "model.safetensors")
+    (router,) = (tensor for name, tensor in stored.items() if name.endswith("router.gate.weight"))
+    assert torch.equal(router, drafter.midlayer.mlp.router.gate.weight)
+    assert stored["eh_proj.weight"].dtype == torch.bfloat16

@@ -183,3 +183,19 @@ def test_shards_carry_rows_in_order(tmp_path):
     save_file(tensors, file)  # without the rows' fingerprints
     with pytest.raises(DataError, match="other rows"):
         on_disk(rows, tmp_path)
+
+
+def test_a_drafter_without_taps_gets_the_last_hidden_states_from_every_source(tmp_path):
+    rows = pattern_rows(6)
+    sources = {
+        "online": OnlineFeatures(tiny_target(), rows, layer_ids=()),
+        "memory": MemoryFeatures(tiny_target(), rows, layer_ids=(), dtype=torch.float32),
+        "disk": write_shards(tiny_target(), rows, layer_ids=(), folder=tmp_path, dtype=torch.float32, rows_per_shard=4),
+    }
+    reopened = DiskFeatures(tmp_path, rows, target_digest=tiny_target().digest)
+    wanted = online(rows).fetch([5, 0, 3])
+    for name, source in {**sources, "reopened": reopened}.items():
+        found = source.fetch([5, 0, 3])
+        assert found.taps_RTF.shape == (*wanted.hidden_RTD.shape[:2], 0), name
+        torch.testing.assert_close(found.hidden_RTD, wanted.hidden_RTD, msg=lambda t, n=name: f"{n}: {t}")
+        assert found.finite_R.all()

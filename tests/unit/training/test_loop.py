@@ -199,7 +199,7 @@ def test_tensorboard_gets_the_same_numbers_or_says_how_to_install_it(tmp_path, m
 
 
 def test_nothing_to_train_on_and_another_batch_size_are_refused(tmp_path):
-    with pytest.raises(TrainingError, match="no packed row hosts a block"):
+    with pytest.raises(TrainingError, match="no packed row can be trained on"):
         run(tmp_path, [steps("cold", 2)], step=Step(None, rows=0))
     run(tmp_path, [steps("cold", 2)])
     with pytest.raises(CheckpointError, match="2 rows per step in all; this run has 1 rank.s. with 4"):

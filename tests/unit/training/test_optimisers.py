@@ -1,8 +1,10 @@
 import pytest
 import torch
 from torch import nn
+from training_builders import mtp_config
 
 from angelspec.core.recipe import OptimizerSection
+from angelspec.drafters.families import build_drafter
 from angelspec.training.optimisers import Muon, Optimiser, group_parameters, orthogonalise
 
 
@@ -28,6 +30,18 @@ def filled(seed=0):
         if parameter.requires_grad:
             parameter.grad = torch.randn_like(parameter)
     return model
+
+
+def test_muon_takes_the_matrices_of_mtp_s_layer_and_no_experts():
+    for mlp, inside in (("dense", {"gate_proj", "up_proj", "down_proj"}), ("moe", {"shared_mlp"})):
+        groups = {g.rule: g.names for g in group_parameters(build_drafter(mtp_config(mlp)), use_muon=True)}
+        assert all(name.startswith("midlayer.") for name in groups["muon"])
+        assert {"q_proj", "k_proj", "v_proj", "o_proj", *inside} <= {
+            part for n in groups["muon"] for part in n.split(".")
+        }
+        assert "eh_proj.weight" in groups["adamw"]
+        assert all("norm" in name for name in groups["adamw-no-decay"])
+        assert not any("experts_" in name for name in groups["muon"])
 
 
 def test_groups_follow_the_rule_and_leave_nothing_out():

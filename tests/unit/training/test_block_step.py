@@ -6,10 +6,11 @@ from training_builders import CE, E2E, LK, pattern_rows, tiny_config, tiny_targe
 
 from angelspec.core.objective import Objective
 from angelspec.ops.anchors import Anchors
+from angelspec.training.block_step import BlockStep, supervise
 from angelspec.training.distributed import Ranks
 from angelspec.training.features import OnlineFeatures
 from angelspec.training.run import new_drafter
-from angelspec.training.steps import IDLE_ROW, BlockStep, row_generator, supervise
+from angelspec.training.steps import IDLE_ROW, row_generator
 from angelspec.training.update import compute_gradients
 
 

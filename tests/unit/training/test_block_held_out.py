@@ -3,14 +3,14 @@ import torch
 from training_builders import pattern_rows, tiny_config, tiny_target
 
 from angelspec.core.errors import TrainingError
+from angelspec.training.block_held_out import BlockHeldOut
 from angelspec.training.features import OnlineFeatures
-from angelspec.training.held_out import HeldOutAcceptance
 from angelspec.training.run import new_drafter
 
 
 def measure(drafter, rows, **settings):
     target = tiny_target()
-    return HeldOutAcceptance(
+    return BlockHeldOut(
         drafter,
         rows=rows,
         features=OnlineFeatures(target, rows, layer_ids=drafter.config.target_layer_ids),
@@ -79,7 +79,7 @@ def test_fewer_anchors_than_asked_are_all_used_and_none_is_an_error():
     rows = pattern_rows(1)
     assert 0 < measure(shaken("dflash"), rows, num_anchors=10_000).num_anchors < 48
     rows.loss_mask_RT[:] = False
-    with pytest.raises(TrainingError, match="held-out rows hold no block"):
+    with pytest.raises(TrainingError, match="held-out rows hold no anchor"):
         measure(shaken("dflash"), rows)
 
 

@@ -1,0 +1,214 @@
+"""What can go wrong between us and a hub, told apart by what the user can do about it.
+
+Each kind ends a command with an exit code of its own. The clients wrap errors in each other and change their HTTP
+library between versions, so an error is judged by the status, the server's own words and the library it comes from,
+wherever they stand in its chain of causes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from angelspec.core.errors import HubError
+from angelspec.hub.redaction import redact
+
+_CLIENTS = ("huggingface_hub", "modelscope_hub")
+_NETWORK_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "hf_xet")
+_LONGEST_WORDS = 300
+
+
+class AccessDenied(HubError):
+    """No token, a token that is not accepted, or one that may not do this."""
+
+    exit_code = 3
+
+
+class VisibilityConflict(HubError):
+    """The repository is public where a private one was meant, or the reverse."""
+
+    exit_code = 4
+
+
+class HubUnavailable(HubError):
+    """The hub is busy, failing or out of reach, after all retries."""
+
+    exit_code = 5
+
+
+class ContentRefused(HubError):
+    """The hub does not take what was sent."""
+
+    exit_code = 6
+
+
+class IntegrityError(HubError):
+    """What a hub holds or sent is not what it should be."""
+
+    exit_code = 7
+
+
+class NotOnHub(HubError):
+    """No such repository, revision or file, or none that this token may see."""
+
+    exit_code = 8
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failed request, judged."""
+
+    error: HubError
+    retryable: bool = False
+    retry_after: float | None = None
+    """Seconds that the server asks to wait."""
+
+
+def judge(error: BaseException, *, doing: str, place: str, tokens: Sequence[str] = ()) -> Failure | None:
+    """What an exception of a hub's client means; None: it is none of a hub's failures, but a mistake of ours.
+
+    Args:
+        error: as the client raised it.
+        doing: what was attempted, e.g. "create the repository".
+        place: the repository, as users write it.
+        tokens: never shown.
+    """
+    if isinstance(error, HubError):
+        return Failure(error)
+    chain = list(_chain(error))
+    words = redact(_server_words(chain), tokens)
+    said = f" ({words})" if words else ""
+    status = next((code for code in map(_status, chain) if code is not None), None)
+    if status is not None:
+        return _judge_status(
+            status, said=said, doing=doing, place=place, after=next(filter(None, map(_retry_after, chain)), None)
+        )
+    names = {type(item).__name__ for item in chain}
+    texts = " ".join(" ".join(str(item).split()) for item in chain)
+    if "Invalid metadata in README.md" in texts:
+        return Failure(ContentRefused(f"{place}: the hub refuses the card's metadata", mend="mend README.md"))
+    if "LFS batch API returned errors" in texts:
+        words = redact(texts[texts.index("LFS batch API") :], tokens)[:_LONGEST_WORDS]
+        return Failure(
+            ContentRefused(f"{place}: the hub does not take a large file ({words})", mend="see what it says")
+        )
+    if names & {"FileIntegrityError", "FileSizeMismatchError"} or "Consistency check failed" in texts:
+        return Failure(
+            IntegrityError(
+                f"{place}: what came is not what the hub lists while trying to {doing}",
+                mend="try again; behind a mirror, try the hub itself",
+            )
+        )
+    if "XetAuthenticationError" in names:
+        return Failure(_denied(403, said=said, doing=doing, place=place))
+    if "OfflineModeIsEnabled" in names:
+        return Failure(
+            HubUnavailable(f"{place}: HF_HUB_OFFLINE forbids to {doing}", mend="unset it, or pull while online")
+        )
+    if any(_is_network_trouble(item) for item in chain):
+        return Failure(_unavailable(f"the connection failed{said}", doing=doing, place=place), retryable=True)
+    if any(type(item).__module__.split(".")[0] in _CLIENTS for item in chain):
+        return Failure(
+            ContentRefused(f"{place}: the hub refuses to {doing}{said or f' ({names})'}", mend="see what the hub says")
+        )
+    return None
+
+
+def _judge_status(status: int, *, said: str, doing: str, place: str, after: float | None) -> Failure:
+    if status in (401, 403):
+        return Failure(_denied(status, said=said, doing=doing, place=place))
+    if status == 404:
+        return Failure(
+            NotOnHub(
+                f"{place}: not found while trying to {doing}{said}",
+                mend="check the name and the revision; a private repository needs a token that may see it",
+            )
+        )
+    if status == 429:
+        return Failure(
+            _unavailable(f"too many requests (429){said}", doing=doing, place=place), retryable=True, retry_after=after
+        )
+    if status == 408 or status >= 500:
+        return Failure(
+            _unavailable(f"the hub fails ({status}){said}", doing=doing, place=place),
+            retryable=True,
+            retry_after=after,
+        )
+    if status in (409, 412):
+        return Failure(
+            ContentRefused(
+                f"{place}: somebody else changed the repository meanwhile ({status}){said}",
+                mend="look at what was changed, then publish again",
+            )
+        )
+    if status == 413:
+        return Failure(
+            ContentRefused(
+                f"{place}: too large for the hub or for a proxy on the way (413){said}",
+                mend="publish without a proxy, or ask the hub for more room",
+            )
+        )
+    return Failure(
+        ContentRefused(f"{place}: the hub refuses to {doing} ({status}){said}", mend="see what the hub says")
+    )
+
+
+def _denied(status: int, *, said: str, doing: str, place: str) -> AccessDenied:
+    if status == 401:
+        return AccessDenied(
+            f"{place}: the hub does not accept the token (401) while trying to {doing}{said}",
+            mend="log in again; the token is wrong, expired or for another endpoint",
+        )
+    return AccessDenied(
+        f"{place}: the token may not {doing} (403){said}",
+        mend="use a token with write access to this repository, or let its owner create it for you",
+    )
+
+
+def _unavailable(what: str, *, doing: str, place: str) -> HubUnavailable:
+    return HubUnavailable(
+        f"{place}: {what} while trying to {doing}",
+        mend="run the same command again later; what was uploaded already is not sent again",
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and its causes. What merely was being handled meanwhile (its context) tells nothing about it."""
+    item: BaseException | None = error
+    while item is not None:
+        yield item
+        item = item.__cause__
+
+
+def _status(error: BaseException) -> int | None:
+    code = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status_code", None)
+    return code if isinstance(code, int) and code >= 400 else None
+
+
+def _retry_after(error: BaseException) -> float | None:
+    value: Any = getattr(error, "retry_after", None)
+    if value is None:
+        value = (getattr(getattr(error, "response", None), "headers", None) or {}).get("Retry-After")
+    try:
+        return None if value is None else max(0.0, float(value))
+    except ValueError:  # a date: rare, and our own growing waits do as well
+        return None
+
+
+def _server_words(chain: Sequence[BaseException]) -> str:
+    """The server's explanation, one line."""
+    for item in chain:
+        words = getattr(item, "server_message", None)
+        if words is None and hasattr(item, "status_code"):  # an answer, not a lost connection
+            words = getattr(item, "message", None)
+        if isinstance(words, str) and words.strip():
+            return " ".join(words.split())[:_LONGEST_WORDS]
+    return ""
+
+
+def _is_network_trouble(error: BaseException) -> bool:
+    if isinstance(error, ConnectionError | TimeoutError | json.JSONDecodeError):
+        return True
+    return getattr(error, "retryable", False) is True or type(error).__module__.split(".")[0] in _NETWORK_LIBRARIES

@@ -1,0 +1,36 @@
+"""Nothing that could be used to log in, or to read a private file, reaches a screen or a publication."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+
+_HIDDEN = "***"
+_TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MODELSCOPE_API_TOKEN", "OPENAI_API_KEY", "WANDB_API_KEY")
+_TOKEN_SHAPES = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20,}|ms-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{18,}|sk-[A-Za-z0-9_-]{20,}"
+    r"|gh[pousr]_[A-Za-z0-9]{30,}|AKIA[0-9A-Z]{16})\b"
+)
+"""How tokens of the two hubs, of OpenAI's API, of GitHub and of AWS look."""
+_QUERY = re.compile(r"((?:https?:/)?/[^\s?'\"<>]+)\?[^\s'\"<>]*")
+_BEARER = re.compile(r"(?i)\b(bearer|authorization|m_session_id)([=:\s]+)\S+")
+
+
+def known_tokens() -> tuple[str, ...]:
+    """Values of the environment variables that usually hold tokens."""
+    return tuple(value for name in _TOKEN_VARIABLES if (value := os.environ.get(name)))
+
+
+def redact(text: str, tokens: Iterable[str] = ()) -> str:
+    """``text`` without tokens and without the query part of URLs and paths, which signs presigned uploads."""
+    for token in (*tokens, *known_tokens()):
+        text = text.replace(token, _HIDDEN)
+    text = _TOKEN_SHAPES.sub(_HIDDEN, text)
+    text = _BEARER.sub(rf"\1\2{_HIDDEN}", text)
+    return _QUERY.sub(r"\1", text)
+
+
+def holds_a_token(text: str, tokens: Sequence[str] = ()) -> bool:
+    """Whether a text that is about to be published contains one of the user's tokens, or something shaped like one."""
+    return any(token in text for token in (*tokens, *known_tokens())) or _TOKEN_SHAPES.search(text) is not None

@@ -1,0 +1,131 @@
+"""A card's facts from a checkpoint's manifest, report and plots."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+from angelspec.core.files import read_json
+from angelspec.core.known_targets import KNOWN_TARGETS, KnownTarget
+from angelspec.core.manifest import DrafterManifest
+from angelspec.core.repositories import Repository
+from angelspec.evaluation.report import Report
+from angelspec.hub.card import CardFacts, Measurement, ServeLine, SpeedLine
+from angelspec.serving.instructions import serve_instructions
+
+REPORT_FILE = "report.json"
+
+
+def known_target(manifest: DrafterManifest) -> KnownTarget | None:
+    """The target as angelspec knows it by name; None: it does not."""
+    return KNOWN_TARGETS.get(manifest.recipe.target.name or "")
+
+
+def base_model(manifest: DrafterManifest) -> str | None:
+    """The target's ORG/NAME on the Hugging Face hub; None: unknown."""
+    source = manifest.target.source
+    if source.startswith("hf:"):
+        return Repository.parse(source).name
+    known = known_target(manifest)
+    return known.release if known else None
+
+
+def target_license(manifest: DrafterManifest) -> str | None:
+    """The target's licence; None: unknown."""
+    known = known_target(manifest)
+    return known.license if known else None
+
+
+def card_facts(
+    folder: Path,
+    manifest: DrafterManifest,
+    *,
+    places: Sequence[Repository],
+    license: str,
+    base: str | None,
+) -> CardFacts:
+    """All that a card says, from a checkpoint's folder.
+
+    Args:
+        folder: with weights, config.json, report and plots.
+        manifest: that lies in it.
+        places: where it will be published.
+        license: of the drafter.
+        base: the target's ORG/NAME; None: it is on no hub.
+    """
+    name = places[0].name.split("/")[1]
+    instructions = serve_instructions(
+        manifest.drafter,
+        checkpoint=name,
+        target=base or manifest.target.name,
+        mode=manifest.mode,
+        family=manifest.target.mode_family,
+    )
+    engines = [instruction.engine for instruction in instructions]
+    return CardFacts(
+        manifest=manifest,
+        places=tuple(places),
+        license=license,
+        weight_bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+        dtype=str(read_json(folder / "config.json").get("dtype", "unknown")),
+        base_model=base,
+        target_license=target_license(manifest),
+        library=next((engine.lower() for engine in engines if " " not in engine), "angelspec"),
+        serve=tuple(
+            ServeLine(_with_version(instruction.engine), instruction.command, instruction.note)
+            for instruction in instructions
+        ),
+        measurement=_measurement(folder, drafter=manifest.recipe.name),
+        plots={_caption(path): path.name for path in sorted(folder.glob("*.png"))},
+    )
+
+
+def _with_version(engine: str) -> str:
+    """An engine with the version that angelspec is made for, as its own requirements say it."""
+    try:
+        wanted = requires("angelspec") or []
+    except PackageNotFoundError:
+        wanted = []
+    for item in wanted:
+        found = re.match(rf"{re.escape(engine.lower())}==([\w.]+)", item)
+        if found:
+            return f"{engine} {found[1]}"
+    return engine
+
+
+def _caption(path: Path) -> str:
+    words = re.sub(r"-t([\d.]+)$", r", temperature \1", path.stem).replace("-", " ")
+    return words[0].upper() + words[1:]
+
+
+def _measurement(folder: Path, *, drafter: str) -> Measurement | None:
+    if not (folder / REPORT_FILE).is_file():
+        return None
+    report = Report.load(folder / REPORT_FILE)
+    settings = report.settings
+    return Measurement(
+        machine=f"{report.machine.description}, {report.machine.threads} threads",
+        versions=report.versions,
+        settings=f"up to {settings.max_new_tokens} tokens, batch {settings.batch_size}, seed {settings.seed}, "
+        f"target in {report.target.dtype}, "
+        + ", ".join(f"{suite.name}: {suite.prompts} prompts" for suite in report.suites),
+        measured=report.created,
+        commands=report.commands,
+        definitions=report.definitions,
+        notes=report.notes,
+        speed=tuple(
+            SpeedLine(
+                line.suite,
+                line.temperature,
+                line.tokens_per_second,
+                line.plain_tokens_per_second,
+                concurrency=min(settings.batch_size, line.prompts),
+            )
+            for line in report.speed
+            if line.proposer == drafter
+        ),
+        speed_of="the reference loop against plain decoding in the same loop, one process, in turns; engines are "
+        "faster on both sides",
+    )

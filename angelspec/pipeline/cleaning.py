@@ -1,0 +1,185 @@
+"""``angelspec clean``: what old runs and caches take on the disk, and their removal, never by surprise.
+
+Only what angelspec can have made is listed: runs, stages of runs, converted targets, pulled drafters. What is still
+named (stages by a run, a drafter by a pointer or the registry, a target by a recipe) says by whom.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from angelspec.core.errors import AngelspecError
+from angelspec.core.files import read_json
+from angelspec.core.known_targets import KNOWN_TARGETS
+from angelspec.core.locations import cache_folder
+from angelspec.core.registry import load_registry
+from angelspec.hub.pull import cached, drafter_cache
+
+_DAY = 86400.0
+_STAGE = re.compile(r"[a-z][a-z0-9-]*-[0-9a-f]{16}")
+_RUN_FILES = ("recipe.yaml", "stages.json", "comparison.json")
+_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_AGES = {"h": 1 / 24, "d": 1.0, "w": 7.0, "m": 30.0}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that could go."""
+
+    path: Path
+    what: str
+    size: int
+    """Bytes."""
+    age_days: float
+    """Since anything in it last changed."""
+    named_by: tuple[str, ...] = ()
+    """Who still needs it."""
+    in_use: bool = False
+    """Whether a command works in it now."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "500MB", "2 GB" or "1000".
+
+    Raises:
+        AngelspecError: no size.
+    """
+    found = re.fullmatch(r"([\d.]+)\s*([KMGT]?B?)", text.strip().upper())
+    unit = found[2] if found and found[2].endswith("B") else f"{found[2]}B" if found and found[2] else ""
+    try:
+        return int(float(found[1]) * _SIZES[unit]) if found else int(text)
+    except (ValueError, KeyError) as error:
+        raise AngelspecError(f"'{text}' is no size", mend="write a number with KB, MB or GB") from error
+
+
+def parse_age(text: str) -> float:
+    """Days of "12h", "30d", "2w" or "3m" (months of 30 days).
+
+    Raises:
+        AngelspecError: no age.
+    """
+    found = re.fullmatch(r"([\d.]+)\s*([hdwm])", text.strip().lower())
+    if not found:
+        raise AngelspecError(f"'{text}' is no age", mend="write a number with h, d, w or m, like 30d")
+    return float(found[1]) * _AGES[found[2]]
+
+
+def find_items(runs: Path, *, older_than: float = 0.0, larger_than: int = 0) -> list[Item]:
+    """Everything that could go and is as old and as large as asked, the largest first.
+
+    Args:
+        runs: the folder of runs.
+        older_than: days since the last change.
+        larger_than: bytes.
+    """
+    items = [*_runs(runs), *_stages(runs), *_targets(runs), *_drafters()]
+    kept = [item for item in items if item.age_days >= older_than and item.size >= larger_than]
+    return sorted(kept, key=lambda item: (-item.size, str(item.path)))
+
+
+def remove(item: Item) -> None:
+    """Remove it, and the pointers that led to it."""
+    if item.path.is_dir() and not item.path.is_symlink():
+        shutil.rmtree(item.path)
+    else:
+        item.path.unlink()
+
+
+def _item(path: Path, what: str, *, named_by: tuple[str, ...] = (), in_use: bool = False) -> Item:
+    size, newest = 0, path.lstat().st_mtime
+    for file in path.rglob("*"):
+        if not file.is_symlink() and file.is_file():
+            status = file.stat()
+            size, newest = size + status.st_size, max(newest, status.st_mtime)
+    return Item(path, what, size, max(0.0, (time.time() - newest) / _DAY), named_by, in_use)
+
+
+def _run_folders(runs: Path) -> Iterator[Path]:
+    if runs.is_dir():
+        for path in sorted(runs.iterdir()):
+            if path.is_dir() and any((path / name).is_file() for name in _RUN_FILES):
+                yield path
+
+
+def _runs(runs: Path) -> Iterator[Item]:
+    for path in _run_folders(runs):
+        drafter = path / "drafter" / "config.json"
+        named = (f"its drafter, {drafter.parent}",) if drafter.is_file() else ()
+        yield _item(path, "run", named_by=named, in_use=any(map(_held, (path / "store").glob(".*.lock"))))
+
+
+def _stages(runs: Path) -> Iterator[Item]:
+    store = runs / "store"
+    if not store.is_dir():
+        return
+    users: dict[str, list[str]] = {}
+    for run in _run_folders(runs):
+        for stage in _stages_of(run).values():
+            users.setdefault(Path(str(stage.get("folder"))).name, []).append(f"run {run.name}")
+    for path in sorted(store.iterdir()):
+        if path.is_dir() and _STAGE.fullmatch(path.name):
+            named = users.get(path.name, [])
+            if not (path / "stage.json").is_file() and any(path.rglob("latest")):
+                named = [*named, "its pointer 'latest': a rerun goes on from there"]
+            yield _item(path, "stage", named_by=tuple(named), in_use=_held(store / f".{path.name}.lock"))
+
+
+def _stages_of(run: Path) -> dict[str, dict[str, Any]]:
+    try:
+        stages = read_json(run / "stages.json")
+    except (OSError, ValueError):
+        return {}
+    return {key: value for key, value in stages.items() if isinstance(value, dict)} if isinstance(stages, dict) else {}
+
+
+def _targets(runs: Path) -> Iterator[Item]:
+    folder = cache_folder() / "targets"
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if not path.is_dir():
+            continue
+        record = path / "angelspec_source.json"
+        source = read_json(record).get("source") if record.is_file() else None
+        named = [f"target {name}" for name, target in KNOWN_TARGETS.items() if source and target.source == source]
+        yield _item(path, "target", named_by=tuple(named))
+
+
+def _drafters() -> Iterator[Item]:
+    root = drafter_cache()
+    registered: dict[Path, str] = {}
+    for entry in load_registry().drafters:
+        for place in entry.places:
+            folder = cached(place)
+            if folder is not None:
+                registered[folder] = entry.name
+    pointed: dict[Path, list[str]] = {}
+    for refs in root.glob("*/*/*.refs.json"):
+        name = refs.name.removesuffix(".refs.json")
+        for revision, folder in read_json(refs).items():
+            label = f"{refs.parent.parent.name}:{refs.parent.name}/{name}" + (f"@{revision}" if revision else "")
+            pointed.setdefault(refs.parent / folder, []).append(f"pulled as {label}")
+    for path in sorted(root.glob("*/*/*")):
+        if path.is_dir():
+            named = [f"registered as {registered[path]}"] if path in registered else []
+            what = "unfinished download" if path.name.endswith(".partial") else "drafter"
+            yield _item(path, what, named_by=(*named, *pointed.get(path, ())))
+
+
+def _held(lock: Path) -> bool:
+    """Whether somebody holds a lock file; none is made."""
+    if not lock.is_file():
+        return False
+    try:
+        with FileLock(lock, timeout=0):
+            return False
+    except Timeout:
+        return True

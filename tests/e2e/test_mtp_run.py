@@ -1,0 +1,55 @@
+"""A whole MTP recipe on tiny random targets: trained, measured, exported, read back; resumed; by plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from angelspec.core.manifest import DrafterManifest
+from angelspec.core.recipe_files import load_recipe
+from angelspec.drafters.checkpoint import inspect_checkpoint, load_drafter
+from angelspec.evaluation.report import Report
+from angelspec.pipeline.plan import print_plan
+from angelspec.pipeline.recipe_run import run_recipe
+from angelspec.training.metrics import read_metrics
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory):
+    patch = pytest.MonkeyPatch()
+    patch.setenv("ANGELSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+    yield
+    patch.undo()
+
+
+@pytest.mark.parametrize("name", ["tiny-mtp-llama", "tiny-mtp-hy3"])
+def test_ends_with_a_checked_drafter_and_its_report(tmp_path, name):
+    drafter = run_recipe(load_recipe(name), output=tmp_path, store=tmp_path / "store", quiet=True)
+    assert inspect_checkpoint(drafter) == []
+    manifest = DrafterManifest.read(drafter)
+    assert (manifest.algorithm, manifest.drafter.num_depths) == ("mtp", 3)
+    assert manifest.training.supervised_positions > 0
+    assert load_drafter(drafter).config == manifest.drafter
+    report = Report.load(drafter / "report.json")
+    assert {d.name: d.depth for d in report.drafters}[name] == 3
+    assert all(result.exact for result in report.exactness)
+    steps = [event for event in read_metrics(drafter / "training") if event["kind"] == "step"]
+    assert all(len(event["accuracy"]) == 3 for event in steps)
+    assert steps[-1]["stage"] == "end-to-end" and steps[0]["loss_token"] > 0
+
+
+def test_a_drafter_goes_on_from_another_one(tmp_path):
+    first = run_recipe(load_recipe("tiny-mtp-qwen3"), output=tmp_path / "a", store=tmp_path / "store", quiet=True)
+    changes = (
+        f"drafter.initial_checkpoint={first}", "training.stages.cold-start.steps=2", "training.on_policy=false",
+    )  # fmt: skip
+    recipe = load_recipe("tiny-mtp-qwen3", overrides=changes)
+    again = run_recipe(recipe, output=tmp_path / "b", store=tmp_path / "store", quiet=True)
+    assert DrafterManifest.read(again).training.initial_checkpoint == str(first)
+
+
+@pytest.mark.parametrize("name", ["smollm2-mtp-nothink", "hy3-mtp-nothink"])
+def test_is_planned_without_a_model(capsys, name):
+    print_plan(load_recipe(name))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "weights 1, 0.8, 0.64" in text
+    assert {"smollm2-mtp-nothink": "4.2M parameters", "hy3-mtp-nothink": "M parameters"}[name] in text

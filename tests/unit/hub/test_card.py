@@ -1,0 +1,186 @@
+"""The card says what the manifest and the report say, and both hubs can read it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+from hub_builders import manifest_of
+from huggingface_hub import ModelCard
+
+from angelspec.core.acceptance import pool
+from angelspec.core.recipe_files import load_recipe
+from angelspec.core.repositories import Repository
+from angelspec.hub.card import CardFacts, Measurement, ServeLine, SpeedLine, write_card
+from angelspec.hub.card_metadata import card_problems, split_card
+
+MEASUREMENT = Measurement(
+    machine="two cores of a test, 2 threads",
+    versions={"angelspec": "0.1.0", "torch": "2.9"},
+    settings="up to 24 tokens, batch 4",
+    measured="2026-01-01",
+    commands=("angelspec recipe run x",),
+    definitions={"accepted length": "tokens per step"},
+    notes=("measured on a test",),
+    speed=(SpeedLine("a", 0.0, 30.0, 20.0),),
+    speed_of="the reference loop",
+)
+
+
+def card(recipe="smollm2-dfly-nothink", manifest=None, **changes) -> str:
+    facts = {
+        "manifest": manifest or manifest_of(load_recipe(recipe)),
+        "places": (Repository("hf", "alice/SmolLM2-DFly"), Repository("modelscope", "alice/SmolLM2-DFly")),
+        "license": "apache-2.0",
+        "weight_bytes": 20_000_000,
+        "dtype": "bfloat16",
+        "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "target_license": "apache-2.0",
+        "library": "sglang",
+        "serve": (ServeLine("SGLang 0.5.23", "sglang serve --model-path X", "send enable_thinking=false"),),
+        "measurement": MEASUREMENT,
+        "plots": {"Accepted length": "accepted-length-t0.png"},
+    }
+    return write_card(CardFacts(**{**facts, **changes}))
+
+
+def test_the_hub_reads_the_metadata():
+    text = card()
+    data = ModelCard(text).data
+    assert data.license == "apache-2.0"
+    assert data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert (data.library_name, data.pipeline_tag) == ("sglang", "text-generation")
+    assert {"speculative-decoding", "draft-model", "dfly", "no-think", "arxiv:2607.25852"} <= set(data.tags)
+    assert "base_model_relation" not in split_card(text)[0]
+    assert card_problems(text, base_model="HuggingFaceTB/SmolLM2-135M-Instruct", license="apache-2.0") == []
+
+
+def test_results_are_those_of_the_manifest():
+    manifest = manifest_of(load_recipe("smollm2-dfly-nothink"))
+    text = card(manifest=manifest)
+    results = ModelCard(text).data.eval_results
+    expected = {cell.suite: round(pool([cell.finished]).mean_accepted_length, 3) for cell in manifest.acceptance}
+    assert {result.dataset_name: result.metric_value for result in results} == expected
+    body = split_card(text)[1]
+    for suite, value in expected.items():
+        assert re.search(rf"\| {suite} \(code\) \| {value:.2f} \|", body), body
+    whole = pool(cell.finished for cell in manifest.acceptance)
+    assert f"| all | {whole.mean_accepted_length:.2f} |" in body
+    assert " | ".join(f"{rate:.3f}" for rate in whole.cumulative_acceptance) in body
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "DFly **draft model for [HuggingFaceTB/SmolLM2-135M-Instruct](https://huggingface.co/Hugging",
+        "**Thinking mode: no-think** (`enable_thinking=False`)",
+        "In high-think mode the answers stay right",
+        "angelspec pull hf:alice/SmolLM2-DFly",
+        "angelspec pull modelscope:alice/SmolLM2-DFly",
+        "Serve with SGLang 0.5.23: send enable_thinking=false",
+        "8 slots, the anchor included",
+        "`sample_from_anchor: false`",
+        "20.0 MB, without the target's embedding",
+        "| a | 0 | 1 | 30.0 | 20.0 | 1.50x |",
+        "![Accepted length](accepted-length-t0.png)",
+        "two cores of a test, 2 threads",
+        "**accepted length**: tokens per step",
+        "answered anew by the target itself, in no-think mode at temperature",
+        "share 16 tokens in a row",
+        "- measured on a test",
+        "The target, without which it is of no use: apache-2.0",
+    ],
+)
+def test_says(words):
+    assert " ".join(words.split()) in " ".join(card().split())
+
+
+def test_says_where_copying_the_prompt_is_as_good():
+    recipe = load_recipe("smollm2-dfly-nothink")
+    assert "no more than prompt lookup" not in card()
+    cells = [cell.model_copy(update={"lookup_finished": cell.finished}) for cell in manifest_of(recipe).acceptance]
+    worse = card(manifest=manifest_of(recipe, acceptance=tuple(cells)))
+    assert (
+        "no more than prompt lookup, a drafter without weights, on a at temperature 0 (2.50 against 2.50), b" in worse
+    )
+
+
+def test_says_what_is_not_known():
+    bare = card(base_model=None, target_license=None, library=None, serve=(), measurement=None, plots={})
+    assert "No released engine serves this drafter yet" in bare
+    assert "see its own card" in bare
+    assert "library_name" not in bare and "base_model" not in bare
+    unmeasured = card(manifest=manifest_of(load_recipe("smollm2-dfly-nothink"), acceptance=()))
+    assert "Nothing was measured yet" in unmeasured and "model-index" not in unmeasured
+    assert card_problems(bare, base_model=None, license="apache-2.0") == []
+
+
+def test_a_mode_family_of_one_mode_warns_of_no_other():
+    recipe = load_recipe("tiny-dfly-llama")
+    plain = recipe.model_copy(update={"target": recipe.target.model_copy(update={"mode_family": "plain"})})
+    text = card(manifest=manifest_of(plain))
+    assert "the template knows one mode" in text and "high-think mode the answers" not in text
+
+
+def test_no_path_of_this_machine_is_shown():
+    recipe = load_recipe(
+        "tiny-dfly-llama",
+        overrides=["data.train.0.source=file:/home/me/secret/rows.jsonl", "drafter.initial_checkpoint=/home/me/start"],
+    )
+    target = manifest_of(recipe).target.model_copy(update={"source": "folder:/home/me/models/llama"})
+    text = card(manifest=manifest_of(recipe, training=manifest_of(recipe).training.model_copy(
+        update={"initial_checkpoint": "/home/me/start"}), target=target))  # fmt: skip
+    assert "/home/me" not in text
+    assert "`file:rows.jsonl`" in text and "`folder:llama`" in text and "started from `start`" in text
+
+
+def test_data_sets_of_the_hub_are_named():
+    recipe = load_recipe("qwen3-8b-dfly-nothink")
+    metadata = yaml.safe_load(split_card(card(manifest=manifest_of(recipe), base_model="Qwen/Qwen3-8B"))[0])
+    assert metadata["datasets"] and all("/" in name for name in metadata["datasets"])
+
+
+def test_every_table_is_whole():
+    """As many cells in each row as columns, or a hub shows it as text."""
+    lines = split_card(card())[1].splitlines()
+    blocks, block = [], []
+    for line in [*lines, ""]:
+        if line.startswith("|"):
+            block.append(line)
+        elif block:
+            blocks.append(block)
+            block = []
+    assert len(blocks) >= 4
+    for block in blocks:
+        widths = {len(re.split(r"(?<!\\)\|", line)) for line in block}
+        assert len(widths) == 1 and re.fullmatch(r"[|\-:]+", block[1]), block
+
+
+@pytest.mark.parametrize("text", ["", "# x\n", "---\nlicense: apache-2.0\n", "---\n"])
+def test_no_front_matter(text):
+    assert card_problems(text, base_model=None, license="apache-2.0") == [
+        "README.md has no front matter between two lines of ---"
+    ]
+
+
+def test_front_matter_of_a_windows_editor():
+    text = "\ufeff---\r\nlicense: apache-2.0\r\n---\r\n# x\r\n"
+    assert card_problems(text, base_model=None, license="apache-2.0") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("base_model: nobody", "is no ORG/NAME"),
+        ("base_model: [a/b, 3]", "a text or a list of texts"),
+        ("license: Apache License 2.0", "an identifier in small letters"),
+        ("pipeline_tag: [x]", "pipeline_tag must be one text"),
+        ("library_name: 3", "library_name must be one text"),
+    ],
+)
+def test_wrong_metadata_is_named(line, message):
+    key = line.split(":")[0]
+    lines = {"license": "license: apache-2.0", key: line}
+    text = "---\n" + "\n".join(lines.values()) + "\n---\n# x\n"
+    assert any(message in item for item in card_problems(text, base_model=None, license="apache-2.0"))

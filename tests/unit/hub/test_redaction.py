@@ -1,0 +1,33 @@
+"""Tokens and signatures are taken out of every text."""
+
+from __future__ import annotations
+
+import pytest
+
+from angelspec.hub.redaction import holds_a_token, redact
+
+HF, MS = "hf_" + "aB3" * 11, "ms-12345678-1234-1234-1234-123456789abc"
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        (f"token {HF} refused", "token *** refused"),
+        (f"'{MS}'", "'***'"),
+        ("https://s3.example/x?X-Amz-Signature=abc&y=1 failed", "https://s3.example/x failed"),
+        ("HTTP 413 on PUT /blob/x?sig=abc", "HTTP 413 on PUT /blob/x"),
+        ("Authorization: Bearer abc", "Authorization: *** abc"),
+        ("is it so? yes", "is it so? yes"),
+        ("mine is plain", "mine is ***"),
+    ],
+)
+def test_redact(text, safe):
+    assert redact(text, ["plain"]) == safe or "abc" not in redact(text, ["plain"])
+    assert not any(secret in redact(text, ["plain"]) for secret in (HF, MS, "Signature=", "sig=", "plain"))
+
+
+def test_finds_tokens(monkeypatch):
+    assert holds_a_token(f"x {HF}") and holds_a_token(f"x {MS}") and holds_a_token("sk-" + "a" * 24)
+    assert not holds_a_token("hf_short, ms-dos, the hf_transfer package, sk-learn, sha256 " + "a" * 64)
+    monkeypatch.setenv("HF_TOKEN", "odd")
+    assert holds_a_token("an odd text")

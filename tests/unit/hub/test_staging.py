@@ -1,0 +1,188 @@
+"""What goes, what stays, and what stops a publication, on trees with every trap."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from hub_builders import PUBLISHED, lay_traps, plain_card
+
+from angelspec.core.errors import CheckpointError
+from angelspec.hub.publish import prepare
+from angelspec.hub.staging import git_blob_sha1
+
+
+@pytest.fixture
+def tree(drafter, tmp_path):
+    shutil.copytree(drafter, tmp_path / "drafter")
+    return tmp_path / "drafter"
+
+
+def staged(tree, **changes):
+    arguments = {"license": "apache-2.0", "base_model": None, "write_card": plain_card, "checks": {}}
+    return prepare(tree, **{**arguments, **changes})
+
+
+def refusal(tree, **changes) -> str:
+    with pytest.raises(CheckpointError) as caught, staged(tree, **changes):
+        pass
+    return str(caught.value)
+
+
+def test_traps_stay_behind_and_are_named(tree, tmp_path):
+    lay_traps(tree, tmp_path / "outside")
+    with staged(tree) as publication:
+        stage = publication.stage
+        assert tuple(file.path for file in stage.files) == PUBLISHED
+        assert {item.path: item.why for item in stage.left_out} == {
+            ".cache/": "a folder that is no part of a publication",
+            ".env": "hidden",
+            ".ms_upload_cache": "hidden",
+            "__pycache__/": "a folder that is no part of a publication",
+            "data": "a link",
+            "events.out.tfevents.1": "not on the list of what is published",
+            "modeling_evil.py": "not on the list of what is published",
+            "notes.txt": "a link",
+            "pytorch_model.bin": "pickled; weights are published as safetensors",
+            "training/optimizer.pt": "pickled; weights are published as safetensors",
+            "training_state.pt": "pickled; weights are published as safetensors",
+        }
+        for file in stage.files:
+            content = file.source.read_bytes()
+            assert (file.size, file.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+        folder = stage.folder
+    assert not folder.exists()
+
+
+def test_the_copy_is_what_was_checked(tree):
+    with staged(tree) as publication:
+        (tree / "report.md").write_text("changed meanwhile")
+        by_path = {file.path: file for file in publication.stage.files}
+        assert by_path["report.md"].source.read_text() == "# small\n"
+
+
+def link(name, to):
+    def arrange(tree, outside):
+        (tree / name).unlink(missing_ok=True)
+        (tree / name).symlink_to(to.format(outside=outside, tree=tree))
+
+    return arrange
+
+
+def write(name, content):
+    return lambda tree, outside: (tree / name).write_bytes(content)
+
+
+def remove(*names):
+    return lambda tree, outside: [(tree / name).unlink() for name in names]
+
+
+REFUSED = [
+    ("a broken link", link("latest", "{tree}/step-7"), "latest is a link to .*step-7, which does not exist"),
+    ("weights that are a broken link", link("model.safetensors", "gone"), "model.safetensors is a link to gone, which"),
+    ("a report that is a link to a secret", link("report.md", "{outside}"), "report.md is a link to .*; only real"),
+    ("weights of zero bytes", write("model.safetensors", b""), "model.safetensors is empty"),
+    ("weights that are an LFS pointer", write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+     "is a Git LFS pointer, not the weights"),
+    ("no weights", remove("model.safetensors"), "model.safetensors is missing"),
+    ("only pickled weights", lambda tree, outside: (tree / "model.safetensors").rename(tree / "pytorch_model.bin"),
+     "model.safetensors is missing"),
+    ("no config", remove("config.json"), "config.json is missing"),
+    ("no manifest", remove("angelspec_manifest.json"), "angelspec_manifest.json is missing"),
+    ("a shard without index", lambda tree, outside: (tree / "model.safetensors").rename(
+        tree / "model-00001-of-00002.safetensors"), "model.safetensors.index.json is missing beside"),
+    ("an index that names a shard that is not there", write("model.safetensors.index.json", b'{"weight_map": {"a": '
+     b'"model-00002-of-00002.safetensors"}}'), "model-00002-of-00002.safetensors, which .* names, is missing"),
+    ("a card without front matter", write("README.md", b"# hello\n"), "no front matter"),
+    ("a card whose front matter is no YAML", write("README.md", b"---\nlicense: [\n---\ntext\n"), r"no YAML \(line \d"),
+    ("a card that is a list", write("README.md", b"---\n- license\n---\ntext\n"), "is no mapping"),
+    ("a card under another licence", write("README.md", b"---\nlicense: mit\n---\ntext\n"), "license is mit, but"),
+    ("a card without licence", write("README.md", b"---\ntags: [x]\n---\ntext\n"), "license must be an identifier"),
+    ("a card with a number among its tags", write("README.md", b"---\nlicense: apache-2.0\ntags: [1]\n---\ntext\n"),
+     "tags must be a text or a list of texts"),
+    ("a card with results that no hub can read", write("README.md",
+     b"---\nlicense: apache-2.0\nmodel-index: 3\n---\nx\n"), "model-index"),
+    ("a card that says nothing", write("README.md", b"---\nlicense: apache-2.0\n---\n\n"), "says nothing"),
+    ("a card that is not UTF-8", write("README.md", b"---\nlicense: apache-2.0\n---\n\xff\n"), "is not UTF-8"),
+    ("a token in the card", write("README.md", b"---\nlicense: apache-2.0\n---\nhf_" + b"a" * 34),
+     "holds an access token"),
+    ("a token in the training log", write("training/metrics.jsonl", b"{'k': 'sk-" + b"a" * 40 + b"'}"),
+     "training/metrics.jsonl holds an access token"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arrange", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_refused(arrange, message, tree, tmp_path):
+    arrange(tree, tmp_path / "outside-secret")
+    (tmp_path / "outside-secret").write_text("password\n")
+    text = " ".join(refusal(tree).split())
+    assert re.search(message, text), text
+
+
+def test_the_users_own_token_is_found_whatever_its_shape(tree, monkeypatch):
+    monkeypatch.setenv("MODELSCOPE_API_TOKEN", "an unusual token")
+    (tree / "report.md").write_text("run with an unusual token\n")
+    text = refusal(tree)
+    assert "report.md holds an access token" in text and "unusual" not in text
+
+
+def test_every_problem_is_named_at_once(tree):
+    (tree / "config.json").unlink()
+    (tree / "model.safetensors").write_bytes(b"")
+    text = refusal(tree)
+    assert "2 problem(s)" in text and "config.json is missing" in text and "model.safetensors is empty" in text
+
+
+def test_a_licence_needs_its_text(tree):
+    assert "put it as LICENSE beside config.json" in refusal(tree, license="mit")
+    (tree / "LICENSE").write_text("MIT License\n")
+
+    def card(folder, manifest):
+        return plain_card(folder, manifest).replace("license: apache-2.0", "license: mit")
+
+    with staged(tree, license="mit", write_card=card) as publication:
+        assert (publication.stage.folder / "LICENSE").read_text() == "MIT License\n"
+
+
+def test_what_the_checks_find_stops_it(tree):
+    seen = []
+
+    def check(folder, manifest):
+        seen.append((folder, manifest.algorithm))
+        return ["a tensor is wrong"]
+
+    assert "a tensor is wrong" in refusal(tree, checks={"tensors": check})
+    assert seen[0][0] != tree and seen[0][1] == "dfly"
+
+
+def test_a_card_of_ones_own_is_kept(tree):
+    own = "---\nlicense: apache-2.0\nbase_model: org/target\n---\n# Mine\n"
+    (tree / "README.md").write_text(own)
+    with staged(tree, base_model="org/target") as publication:
+        assert (publication.stage.folder / "README.md").read_text() == own
+    assert "base_model must be the target, org/other" in refusal(tree, base_model="org/other")
+
+
+def test_local_paths_and_missing_figures_are_warned_of(tree, drafter):
+    path = tree / "angelspec_manifest.json"
+    content = json.loads(path.read_text())
+    content["recipe"]["data"]["train"][0]["source"] = "file:/home/me/rows.jsonl"
+    content["acceptance"] = []
+    path.write_text(json.dumps(content))
+    with staged(tree) as publication:
+        assert any("file:/home/me/rows.jsonl" in warning for warning in publication.warnings)
+        assert any("nothing was measured" in warning for warning in publication.warnings)
+    with staged(drafter) as publication:
+        assert publication.warnings == ()
+
+
+def test_git_names_a_file_as_we_do(drafter):
+    path = drafter / "config.json"
+    named = subprocess.run(
+        ["git", "hash-object", "--no-filters", str(path)], capture_output=True, text=True, check=True
+    )
+    assert git_blob_sha1(path) == named.stdout.strip()

@@ -1,0 +1,150 @@
+"""What nothing needs can go; what something names stays until it is confirmed by itself."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from click.testing import CliRunner
+from filelock import FileLock
+
+from angelspec.cli.main import cli
+from angelspec.core.errors import AngelspecError
+from angelspec.core.files import write_json_atomic
+from angelspec.core.known_targets import SMOLLM2_WHEEL
+from angelspec.pipeline.cleaning import find_items, parse_age, parse_size
+
+
+def put(path, size=1000, days=0.0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(size))
+    stamp = time.time() - days * 86400
+    os.utime(path, (stamp, stamp))
+    for folder in path.parents[:1]:
+        os.utime(folder, (stamp, stamp))
+    return path
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """Runs and a cache with everything in them that clean knows, and things that it must not see."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ANGELSPEC_CACHE", str(tmp_path / "cache"))
+    store = tmp_path / "runs" / "store"
+    put(store / ("train-" + "a" * 16) / "stage.json", 5000, days=40)
+    put(store / ("train-" + "b" * 16) / "stage.json", 3000, days=40)
+    put(store / ("rollout-" + "c" * 16) / "latest", 2000, days=2)
+    put(store / "mine" / "notes.txt", 9000)
+    put(tmp_path / "runs" / "done" / "recipe.yaml", 100, days=40)
+    put(tmp_path / "runs" / "done" / "drafter" / "config.json", 100, days=40)
+    put(tmp_path / "runs" / "tried" / "recipe.yaml", 700, days=40)
+    put(tmp_path / "runs" / "thesis" / "chapter.tex", 9000, days=400)
+    stages = {"train": {"folder": str(store / ("train-" + "b" * 16))}}
+    write_json_atomic(tmp_path / "runs" / "done" / "stages.json", stages)
+    cache = tmp_path / "cache"
+    drafters = cache / "drafters" / "hf" / "alice"
+    put(drafters / "tiny@0123456789ab" / "model.safetensors", 4000, days=10)
+    put(drafters / "tiny@ba9876543210" / "model.safetensors", 4000, days=10)
+    put(drafters / ".tiny@ffff.partial" / "model.safetensors", 600, days=10)
+    write_json_atomic(drafters / "tiny.refs.json", {"": "tiny@0123456789ab"})
+    registered = cache / "drafters" / "hf" / "AngelSlim" / "Qwen3-8B-DFly-Block8@571292600000"
+    put(registered / "config.json", 800, days=300)
+    put(cache / "targets" / "wheel-smollm2" / "model.safetensors", 8000, days=300)
+    write_json_atomic(cache / "targets" / "wheel-smollm2" / "angelspec_source.json", {"source": SMOLLM2_WHEEL})
+    put(cache / "targets" / "random-llama-old" / "model.safetensors", 300, days=300)
+    put(cache / "digests" / "x.json", 10)
+    return tmp_path
+
+
+def names(items, *, named):
+    return {item.path.name for item in items if bool(item.named_by) == named}
+
+
+def test_lists_what_can_go_and_who_needs_the_rest(disk):
+    items = find_items(disk / "runs")
+    assert names(items, named=False) == {
+        "train-" + "a" * 16, "tried", "tiny@ba9876543210", ".tiny@ffff.partial", "random-llama-old",
+    }  # fmt: skip
+    reasons = {item.path.name: item.named_by for item in items if item.named_by}
+    assert reasons == {
+        "train-" + "b" * 16: ("run done",),
+        "rollout-" + "c" * 16: ("its pointer 'latest': a rerun goes on from there",),
+        "done": (f"its drafter, {disk / 'runs' / 'done' / 'drafter'}",),
+        "tiny@0123456789ab": ("pulled as hf:alice/tiny",),
+        "Qwen3-8B-DFly-Block8@571292600000": ("registered as AngelSlim/Qwen3-8B-DFly-Block8",),
+        "wheel-smollm2": ("target smollm2-135m-instruct",),
+    }
+    assert [item.size for item in items] == sorted((item.size for item in items), reverse=True)
+
+
+def test_by_age_and_size(disk):
+    old = find_items(disk / "runs", older_than=100)
+    assert {item.path.name for item in old} == {"random-llama-old", "Qwen3-8B-DFly-Block8@571292600000"}
+    large = find_items(disk / "runs", larger_than=5000)
+    assert {item.path.name for item in large} == {"wheel-smollm2", "train-" + "a" * 16}
+
+
+def clean(*arguments, answers=""):
+    return CliRunner().invoke(cli, ["clean", *arguments], input=answers)
+
+
+def test_asks_first(disk):
+    result = clean(answers="n\n")
+    assert result.exit_code == 0 and "removed 0" in result.output
+    assert (disk / "runs" / "tried").is_dir()
+    assert clean(answers="").exit_code == 1  # nobody answers
+    assert (disk / "runs" / "tried").is_dir()
+
+
+def test_removes_what_nothing_needs(disk):
+    result = clean("--yes")
+    assert result.exit_code == 0, result.output
+    left = find_items(disk / "runs")
+    assert names(left, named=False) == set()
+    assert len(names(left, named=True)) == 6
+    assert (disk / "runs" / "thesis" / "chapter.tex").is_file()
+    assert (disk / "runs" / "store" / "mine" / "notes.txt").is_file()
+    assert "something needs each of them; --named offers them too" in clean("--yes").output
+
+
+def test_what_is_named_needs_a_second_word_each(disk):
+    result = clean("--yes", "--named", answers="n\n" * 6)
+    assert result.exit_code == 0, result.output
+    assert len(names(find_items(disk / "runs"), named=True)) == 6
+    result = clean("--named", "--larger-than", "3500", answers="y\nn\n")
+    assert "wheel-smollm2 is needed by target smollm2-135m-instruct. Remove it all the same?" in result.output
+    assert not (disk / "cache" / "targets" / "wheel-smollm2").exists()
+    assert (disk / "cache" / "drafters" / "hf" / "alice" / "tiny@0123456789ab").is_dir()
+
+
+def test_what_is_in_use_is_not_offered(disk):
+    lock = disk / "runs" / "store" / (".train-" + "a" * 16 + ".lock")
+    with FileLock(lock):
+        result = clean("--yes")
+        assert "in use now" in result.output
+    assert (disk / "runs" / "store" / ("train-" + "a" * 16)).is_dir()
+
+
+def test_only_lists(disk):
+    before = sorted(str(path) for path in disk.rglob("*"))
+    result = clean("--list")
+    assert result.exit_code == 0 and "tried" in result.output
+    assert sorted(str(path) for path in disk.rglob("*")) == before
+    assert clean("--older-than", "500d").output == "nothing to remove\n"
+
+
+@pytest.mark.parametrize(("text", "value"), [("0", 0), ("500MB", 500 * 10**6), ("1.5 gb", 1_500_000_000), ("2k", 2000)])
+def test_sizes(text, value):
+    assert parse_size(text) == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("12h", 0.5), ("30d", 30), ("2w", 14), ("1m", 30)])
+def test_ages(text, value):
+    assert parse_age(text) == value
+
+
+def test_what_is_neither():
+    for parse, text in ((parse_size, "much"), (parse_size, "3 XB"), (parse_age, "30"), (parse_age, "old")):
+        with pytest.raises(AngelspecError, match=text):
+            parse(text)

@@ -1,0 +1,101 @@
+"""``angelspec evaluate``: both families side by side, and the break-even with MTP."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from click.testing import CliRunner
+from drafter_builders import tiny_drafter
+from mtp_builders import fitting_mtp
+
+from angelspec.cli.main import cli
+from angelspec.core.errors import CheckpointError
+from angelspec.core.manifest import DrafterManifest, TargetIdentity, TrainingRecord
+from angelspec.core.recipe_files import load_recipe
+from angelspec.evaluation.breakeven import PLAIN, BreakEven
+from angelspec.evaluation.report import Report
+from angelspec.pipeline import evaluate_run
+from angelspec.pipeline.evaluate_run import evaluate_checkpoints
+from angelspec.targets.target import load_target
+from angelspec.training.export import export_drafter
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Exports of an untrained drafter of each family for the tiny random llama: (block, MTP)."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("ANGELSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+    recipe = load_recipe("tiny-dfly-llama")
+    target = load_target(recipe.target, dtype=torch.float32)
+    geometry = target.geometry
+    block = tiny_drafter(
+        "dfly", hidden_size=geometry.hidden_size, target_hidden_size=geometry.hidden_size,
+        vocab_size=geometry.vocab_size, target_num_layers=geometry.num_layers, target_layer_ids=(1, 3, 4),
+        mask_token_id=geometry.vocab_size - 1, max_position_embeddings=geometry.max_position_embeddings,
+    ).eval()  # fmt: skip
+    folders = []
+    for name, drafter in {"blocks": block, "depths": fitting_mtp(geometry)}.items():
+        manifest = DrafterManifest(
+            angelspec_version="0.1.0",
+            algorithm=drafter.config.algorithm,
+            mode=recipe.mode,
+            drafter=drafter.config,
+            target=TargetIdentity(
+                name=target.name,
+                source=recipe.target.source,
+                digest=target.digest,
+                mode_family=recipe.target.mode_family,
+                geometry=geometry,
+            ),
+            recipe=recipe,
+            training=TrainingRecord(steps=0, supervised_positions=0, target_tokens=0),
+        )
+        folder = tmp_path_factory.mktemp("exports") / name
+        folders.append(export_drafter(drafter, folder, dtype=torch.float32, manifest=manifest, geometry=geometry))
+    yield tuple(folders)
+    patch.undo()
+
+
+def test_both_families_in_one_report_with_the_break_even(checkpoints, tmp_path):
+    evaluate_checkpoints(
+        checkpoints, temperatures=(0.0,), limit=1, max_new_tokens=6, batch_size=2, breakeven=(1, 2), output=tmp_path,
+        quiet=True,
+    )  # fmt: skip
+    report = Report.load(tmp_path / "report.json")
+    assert {d.name: (d.identity["kind"], d.depth) for d in report.drafters} == {
+        "blocks": ("block", 3), "depths": ("mtp", 3), "prompt lookup": ("lookup", 7),
+    }  # fmt: skip
+    assert next(d for d in report.drafters if d.name == "depths").description == "mtp, one dense layer, 3 depths"
+    assert report.exactness and all(result.exact for result in report.exactness)
+    assert {result.proposer for result in report.results} == {"blocks", "depths", "prompt lookup"}
+    figures = BreakEven(report, temperature=0.0)
+    assert (figures.mtp, figures.batch_sizes) == ("depths", (1, 2))
+    assert figures.others == ("blocks", "prompt lookup", PLAIN)
+    assert all(figures.needed("blocks", batch_size=size, mtp_length=3.0) > 0 for size in (1, 2))
+    text = (tmp_path / "report.md").read_text()
+    assert "### Break-even with depths" in text and "### Step time" in text
+    assert "](breakeven-t0.png)" in text and (tmp_path / "breakeven-t0.png").stat().st_size > 1000
+
+
+def test_the_break_even_needs_an_mtp_drafter_and_says_so_before_anything_is_loaded(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate_run, "Session", None)
+    with pytest.raises(CheckpointError, match="blocks is of another family") as caught:
+        evaluate_checkpoints(checkpoints[:1], breakeven=(1,), output=tmp_path, quiet=True)
+    assert "add an MTP drafter" in caught.value.mend
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], ()),
+        (["--breakeven"], (1, 4, 16)),
+        (["--breakeven", "--breakeven-batch", "2", "--breakeven-batch", "8"], (2, 8)),
+    ],
+)
+def test_the_commands_batch_sizes(tmp_path, monkeypatch, options, expected):
+    received = {}
+    monkeypatch.setattr(evaluate_run, "evaluate_checkpoints", lambda checkpoints, **given: received.update(given))
+    result = CliRunner().invoke(cli, ["evaluate", str(tmp_path), *options])
+    assert result.exit_code == 0, result.output
+    assert received["breakeven"] == expected
+    assert CliRunner().invoke(cli, ["evaluate", str(tmp_path), "--breakeven-batch", "0"]).exit_code == 2
