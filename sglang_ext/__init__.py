@@ -1,0 +1,1 @@
+"""The SGLang plugin: the ANGELSPEC algorithm, its models, and a CPU platform on plain torch."""

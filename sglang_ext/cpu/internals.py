@@ -1,0 +1,126 @@
+"""Every name of SGLang that the CPU platform builds on, and the check that this SGLang has them as we know them.
+
+Nothing here imports SGLang before :func:`missing` is called: the platform is resolved in the middle of SGLang's own
+imports.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Internal:
+    """One name of SGLang that we replace, override, subclass or call."""
+
+    path: str
+    """Dotted path."""
+    parameters: tuple[str, ...] | None = None
+    """Names of its parameters in order, where we replace or override it; None: only its presence matters."""
+
+
+ATTENTION = "sglang.srt.layers.attention"
+MEMORY = "sglang.srt.mem_cache.memory_pool"
+PLATFORMS = "sglang.srt.platforms"
+
+ASSIGN_REQ_TO_TOKEN = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
+CHAIN_SAMPLING = "sglang.kernels.ops.speculative.reject_sampling.chain_speculative_sampling_triton"
+
+FORWARD_PARAMETERS = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache")
+
+REPLACED: tuple[Internal, ...] = (
+    Internal(
+        ASSIGN_REQ_TO_TOKEN,
+        ("req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc", "batch_size"),
+    ),
+    Internal(
+        CHAIN_SAMPLING,
+        (
+            "predicts",
+            "accept_index",
+            "accept_token_num",
+            "candidates",
+            "retrive_index",
+            "retrive_next_token",
+            "retrive_next_sibling",
+            "uniform_samples",
+            "uniform_samples_for_final_sampling",
+            "target_probs",
+            "draft_probs",
+            "threshold_single",
+            "threshold_acc",
+            "deterministic",
+            "block_verification",
+        ),
+    ),
+)
+"""Functions that a hook replaces; our stand-in takes the same parameters."""
+
+USED: tuple[Internal, ...] = (
+    # the platform
+    Internal(f"{PLATFORMS}.cpu.CpuDeviceMixin"),
+    Internal(f"{PLATFORMS}.device_mixin.PlatformEnum.OOT"),
+    Internal(f"{PLATFORMS}.interface.PlatformCapabilities"),
+    Internal(f"{PLATFORMS}.interface.SRTPlatform.get_default_attention_backend", ("self",)),
+    Internal(f"{PLATFORMS}.interface.SRTPlatform.get_default_speculative_draft_attention_backend", ("self", "algorithm")),
+    Internal(f"{PLATFORMS}.interface.SRTPlatform.get_compile_backend", ("self", "mode")),
+    Internal(f"{PLATFORMS}.interface.SRTPlatform.get_dispatch_key_name", ("self",)),
+    Internal(f"{PLATFORMS}.interface.SRTPlatform.get_kv_pool_cls", ("self", "kind")),
+    Internal(f"{PLATFORMS}.interface.SRTPlatform.get_speculative_cache_locs_fn", ("self",)),
+    Internal(f"{PLATFORMS}.interface.SRTPlatform.supports_speculative_algorithm", ("self", "algorithm")),
+    Internal(
+        f"{PLATFORMS}.interface.SRTPlatform.supports_speculative_draft_attention_backend",
+        ("self", "algorithm", "backend"),
+    ),
+    Internal(f"{PLATFORMS}.interface.SRTPlatform.init_backend", ("self",)),
+    Internal(
+        "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_func",
+        (
+            "req_pool_indices",
+            "req_to_token",
+            "start_offset",
+            "end_offset",
+            "batch_size",
+            "draft_token_num",
+            "device",
+        ),
+    ),
+    # attention
+    Internal(f"{ATTENTION}.attention_registry.ATTENTION_BACKENDS"),
+    Internal(f"{ATTENTION}.base_attn_backend.AttentionBackend.init_forward_metadata", ("self", "forward_batch")),
+    Internal(f"{ATTENTION}.torch_native_backend.TorchNativeAttnBackend.forward_decode", FORWARD_PARAMETERS),
+    Internal(f"{ATTENTION}.torch_native_backend.TorchNativeAttnBackend.forward_extend", FORWARD_PARAMETERS),
+    Internal("sglang.srt.layers.radix_attention.AttentionType.ENCODER_ONLY"),
+    Internal("sglang.srt.arg_groups.choices.add_draft_attention_backend_choices"),
+    # the pool
+    Internal(f"{MEMORY}.MHATokenToKVPool._init_kv_copy_and_warmup", ("self",)),
+    Internal(f"{MEMORY}.MHATokenToKVPool._store_kv_layer", ("self", "layer_idx", "loc", "cache_k", "cache_v")),
+    Internal(f"{MEMORY}.MHATokenToKVPool.get_key_buffer", ("self", "layer_id")),
+    Internal(f"{MEMORY}.MHATokenToKVPool.get_value_buffer", ("self", "layer_id")),
+    # the hooks
+    Internal("sglang.srt.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type", "source")),
+    Internal("sglang.srt.plugins.hook_registry.HookType.REPLACE"),
+    Internal("sglang.srt.speculative.ragged_verify.RaggedVerifyLayout"),
+)
+"""Names that we subclass, override or call."""
+
+
+def missing() -> list[str]:
+    """Names in this SGLang that are absent or take other parameters than we were written for; empty if all is well."""
+    return [trouble for internal in (*REPLACED, *USED) if (trouble := _trouble(internal)) is not None]
+
+
+def _trouble(internal: Internal) -> str | None:
+    try:
+        found = pkgutil.resolve_name(internal.path)
+    except (ImportError, AttributeError):
+        return internal.path
+    if internal.parameters is None:
+        return None
+    parameters = tuple(inspect.signature(inspect.unwrap(found)).parameters)
+    expected = internal.parameters
+    if parameters == expected:
+        return None
+    return f"{internal.path}({', '.join(parameters)}), expected ({', '.join(expected)})"

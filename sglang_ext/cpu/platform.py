@@ -1,0 +1,78 @@
+"""The out-of-tree platform ``angelspec_cpu``: what SGLang asks of a device, answered for plain torch on a CPU.
+
+SGLang loads this module in the middle of its own imports: of SGLang it imports only ``sglang.srt.platforms`` at the
+top, and the rest inside the methods.
+"""
+
+from __future__ import annotations
+
+import os
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+NAME = "angelspec_cpu"
+"""Name of the entry point, and the value of ``SGLANG_PLATFORM`` that chooses this platform."""
+
+BACKEND = "torch_native"
+"""The only attention backend of this platform; SGLang's own of that name is replaced."""
+
+
+def chosen() -> bool:
+    """Whether the environment names this platform."""
+    return os.environ.get("SGLANG_PLATFORM") == NAME
+
+
+def activate() -> str | None:
+    """The platform's dotted path if the environment names it, else None: a CPU is never taken behind a user's back."""
+    return f"{__name__}:CpuPlatform" if chosen() else None
+
+
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """A CPU without sgl_kernel: no Triton, no graphs, every operator in its plain torch form."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_default_attention_backend(self) -> str:
+        """See :data:`BACKEND`."""
+        return BACKEND
+
+    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
+        """See :data:`BACKEND`."""
+        return BACKEND
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """The algorithm's own checks decide."""
+        return True
+
+    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+        """See :data:`BACKEND`."""
+        return backend == BACKEND
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        """Nothing is compiled."""
+        return "eager"
+
+    def get_dispatch_key_name(self) -> str:
+        """Operators run their ``forward_native``."""
+        return "native"
+
+    def is_pin_memory_available(self, device=None) -> bool:
+        """There is no device to copy to."""
+        return False
+
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        """The pool of multi-head attention; other kinds stay SGLang's and are refused by the attention backend."""
+        if kind != "mha":
+            return None
+        from sglang_ext.cpu.pool import TorchKVPool
+
+        return TorchKVPool
+
+    def get_speculative_cache_locs_fn(self):
+        """Slots of the tokens that a verification writes."""
+        from sglang_ext.cpu.locations import extend_cache_locations
+
+        return extend_cache_locations
