@@ -1,0 +1,122 @@
+"""The speculative algorithm ``ANGELSPEC``: to SGLang's scheduler it is DSPARK, with a worker of ours.
+
+SGLang 0.5.23 asks a registered algorithm for methods that its base class ``CustomSpecAlgo`` lacks, so everything that
+is not said otherwise here is answered by DSPARK's own member.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from angelspec.core.errors import AngelspecError
+from sglang_ext.compat import CustomSpecAlgo, SpeculativeAlgorithm
+from sglang_ext.settings import ALGORITHM, current_plan, draft_folder
+
+RAGGED_BACKENDS: Mapping[str, str] = {
+    "fa3": "",
+    "fa4": "",
+    "trtllm_mha": "",
+    "flashinfer": "without CUDA graphs",
+    "torch_native": "on a CPU with angelspec's platform",
+}
+"""Attention backends that can verify rows of different widths, and where."""
+
+
+class UnsupportedError(AngelspecError):
+    """A feature of SGLang that the extension can't be combined with."""
+
+
+_UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
+    "pp_size": (1, "pipeline parallelism (--pp-size)"),
+    "tp_size": (1, "tensor parallelism (--tp-size): drafters are not sharded yet"),
+    "attn_dp_size": (1, "attention data parallelism (--dp-size with --enable-dp-attention)"),
+    "attn_cp_size": (1, "context parallelism (--attn-cp-size)"),
+    "disaggregation_mode": ("null", "disaggregated prefill and decoding (--disaggregation-mode)"),
+    "enable_hierarchical_cache": (False, "the hierarchical cache (--enable-hierarchical-cache)"),
+    "enable_lora": (False, "LoRA adapters (--enable-lora)"),
+    "lora_paths": (None, "LoRA adapters (--lora-paths)"),
+    "enable_mixed_chunk": (False, "mixed chunks (--enable-mixed-chunk)"),
+    "enable_unified_memory": (False, "unified memory (--enable-unified-memory)"),
+    "speculative_adaptive": (False, "adaptive steps (--speculative-adaptive): D-cut adapts every step by itself"),
+    "speculative_use_block_verification": (False, "block verification (--speculative-use-block-verification)"),
+    "enable_custom_logit_processor": (False, "custom logit processors (--enable-custom-logit-processor)"),
+    "enable_return_hidden_states": (False, "hidden states in answers (--enable-return-hidden-states)"),
+}
+"""Field of the server's arguments to the value that is needed, and what any other means."""
+
+
+class AngelSpecAlgorithm(CustomSpecAlgo):
+    """Answers as DSPARK, takes its depth from the bundle, and refuses by name what it can't be combined with."""
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Settle the arguments of speculation.
+
+        Raises:
+            UnsupportedError: a feature that the extension does not work with.
+            BundleError: no bundle, or a wrong one.
+        """
+        refuse_unsupported(server_args)
+        plan = current_plan()
+        server_args.speculative_draft_model_path = str(draft_folder(plan))
+        server_args.speculative_num_steps = 1
+        server_args.speculative_eagle_topk = 1
+        server_args.speculative_num_draft_tokens = plan.depth + 1
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = 16 if str(server_args.device) == "cpu" else 48
+
+    def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:
+        return SpeculativeAlgorithm.DSPARK.get_num_tokens_per_req_for_target_verify(num_draft_tokens, is_draft_worker)
+
+    def build_disagg_draft_input(self, *args: Any, **kwargs: Any) -> Any:
+        return SpeculativeAlgorithm.DSPARK.build_disagg_draft_input(*args, **kwargs)
+
+
+def refuse_unsupported(server_args: Any) -> None:
+    """Raises UnsupportedError, naming every argument that rules the extension out."""
+    wrong = []
+    for field, (needed, name) in _UNSUPPORTED.items():
+        value = getattr(server_args, field, needed)
+        if value != needed and not (value is None and needed in (False, "null", 1)) and not (value == [] and needed is None):
+            wrong.append(name)
+    if wrong:
+        raise UnsupportedError(
+            f"--speculative-algorithm {ALGORITHM} does not work with " + ", ".join(wrong),
+            mend="leave these out, or serve without the extension",
+        )
+    if getattr(server_args, "attention_backend", None) not in (None, *RAGGED_BACKENDS):
+        allowed = ", ".join(f"{name} {where}".strip() for name, where in RAGGED_BACKENDS.items())
+        raise UnsupportedError(
+            f"attention backend '{server_args.attention_backend}' can't verify rows of different widths",
+            mend=f"use one of: {allowed}",
+        )
+
+
+def _delegate(name: str) -> Any:
+    def call(self: AngelSpecAlgorithm, *args: Any, **kwargs: Any) -> Any:
+        return getattr(SpeculativeAlgorithm.DSPARK, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+def _answer_as_dspark() -> None:
+    for name, member in vars(SpeculativeAlgorithm).items():
+        if not inspect.isfunction(member) or name.startswith("_") or name in vars(AngelSpecAlgorithm):
+            continue
+        if name.startswith(("is_", "supports_", "has_")) or not hasattr(CustomSpecAlgo, name):
+            setattr(AngelSpecAlgorithm, name, _delegate(name))
+
+
+_answer_as_dspark()
+
+
+def register() -> None:
+    """Make the algorithm known to SGLang in this process."""
+
+    @SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=True, spec_class=AngelSpecAlgorithm)
+    def worker_class(server_args: Any) -> type:
+        from sglang_ext.worker import AngelSpecWorker  # heavy, and needed in the scheduler's process alone
+
+        return AngelSpecWorker

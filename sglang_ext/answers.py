@@ -1,0 +1,69 @@
+"""What an answer says about how it was made, on its way from the scheduler to the client.
+
+The scheduler attaches one entry to every output token, since SGLang carries such lists and cuts them as it cuts tokens;
+the HTTP process folds the entries into ``meta_info["angelspec"]`` and ``meta_info["angelspec_positions"]``.
+
+An entry is the token's position in its draft (0: the target's own), and on the last token of a step and on the first
+of an answer a list: the position, and what there is to say of the step or the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from angelspec.core.bundle import PLAIN
+from angelspec.core.request_label import RequestRecord
+from sglang_ext.metrics import StepReport
+
+TOKENS_KEY = "angelspec_tokens"
+"""Under which the entries travel."""
+
+Entry = int | list[Any]
+
+
+def opening(request: Any) -> Entry:
+    """The entry of the token that prefill yields."""
+    if request is None:
+        return 0
+    return [0, {"why": request.record.why, "workload": request.workload, "mode": request.mode}]
+
+
+def step_entries(report: StepReport, row: int) -> list[Entry]:
+    """The entries of the tokens that one row of a step committed."""
+    committed = report.committed[row]
+    name = report.routes[row]
+    tokens: list[Entry] = list(range(1, committed))
+    drafted, verified = (report.drafted[row], report.verified[row]) if name else (0, 0)
+    return [*tokens, [0, name or PLAIN, committed, drafted, verified]]
+
+
+@dataclass
+class AnswerState:
+    """One answer, as far as it has come, in the HTTP process."""
+
+    record: RequestRecord = field(default_factory=lambda: RequestRecord(why="", workload="chat", mode=None))
+    positions: list[int] = field(default_factory=list)
+
+    def add(self, entries: Sequence[Entry | None]) -> list[int]:
+        """Fold the entries of new tokens; returns their positions in their drafts."""
+        new = []
+        for entry in entries:
+            if entry is None or isinstance(entry, int):
+                new.append(entry or 0)
+                continue
+            new.append(entry[0])
+            if isinstance(entry[1], dict):
+                if not self.record.why:
+                    self.record.why, self.record.workload = entry[1]["why"], entry[1]["workload"]
+                    self.record.mode = entry[1]["mode"]
+            else:
+                _, name, committed, drafted, verified = entry
+                self.record.add(name, committed=committed, drafted=drafted, verified=verified)
+        self.positions += new
+        return new
+
+    def metadata(self) -> dict[str, Any]:
+        """``meta_info["angelspec"]``."""
+        return self.record.metadata.model_dump(mode="json")

@@ -1,0 +1,136 @@
+"""The seam: every internal of SGLang that the extension touches, named once and checked when the plugin loads.
+
+Nothing else in ``sglang_ext`` imports ``sglang`` but ``models/`` (layers) and ``cpu/`` (its own list, ``internals.py``).
+An upgrade of SGLang is done here: raise ``SUPPORTED``, run ``check_contract``, and mend what it names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from angelspec.core.errors import AngelspecError
+
+SUPPORTED = "0.5.23"
+"""The one version of SGLang that this extension was written for and tested with."""
+
+
+class CompatibilityError(AngelspecError):
+    """SGLang is missing, of another version, or changed inside."""
+
+
+_SRT = "sglang.srt."
+_DSPARK = f"{_SRT}speculative.dspark_components."
+INTERNALS: Mapping[str, str] = {
+    "SpeculativeAlgorithm": f"{_SRT}speculative.spec_info",
+    "CustomSpecAlgo": f"{_SRT}speculative.spec_registry",
+    "DSparkWorkerV2": f"{_DSPARK}dspark_worker_v2",
+    "alloc_verify_window": f"{_DSPARK}dspark_planner",
+    "build_ragged_verify_window": "sglang.kernels.ops.speculative.dspark.dspark_verify_window",
+    "RaggedVerifyLayout": f"{_SRT}speculative.ragged_verify",
+    "DFlashVerifyInput": f"{_SRT}speculative.dflash_info",
+    "DFlashDraftInputV2": f"{_SRT}speculative.dflash_info_v2",
+    "make_draft_input_v2": f"{_SRT}speculative.draft_worker_common",
+    "make_draft_block_spec_info": f"{_SRT}speculative.draft_worker_common",
+    "GrammarTree": f"{_SRT}speculative.spec_utils",
+    "build_grammar_vocab_mask": f"{_SRT}speculative.spec_utils",
+    "compute_spec_logprobs": f"{_SRT}layers.logprob_processor",
+    "CaptureHiddenMode": f"{_SRT}model_executor.forward_batch_info",
+    "ForwardBatch": f"{_SRT}model_executor.forward_batch_info",
+    "ForwardMode": f"{_SRT}model_executor.forward_batch_info",
+    "GenerationBatchResult": f"{_SRT}managers.utils",
+    "HookRegistry": f"{_SRT}plugins.hook_registry",
+    "HookType": f"{_SRT}plugins.hook_registry",
+    "ModelRegistry": f"{_SRT}models.registry",
+    "KVWriteLoc": f"{_SRT}mem_cache.memory_pool",
+    "get_parallel": f"{_SRT}runtime_context",
+    "get_schedule": f"{_SRT}runtime_context",
+    "get_spec": f"{_SRT}runtime_context",
+    "LogitsProcessorOutput": f"{_SRT}layers.logits_processor",
+    "ForwardContext": f"{_SRT}model_executor.forward_context",
+    "forward_context": f"{_SRT}model_executor.forward_context",
+}
+"""Name to the module that holds it."""
+
+SIGNATURES: Mapping[str, tuple[str, ...]] = {
+    f"{_DSPARK}dspark_worker_v2:DSparkWorkerV2.__init__": ("server_args", "gpu_id", "nccl_port", "target_worker"),
+    f"{_DSPARK}dspark_worker_v2:DSparkWorkerV2._forward_prefill": ("batch", "on_publish", "pp_proxy_tensors"),
+    f"{_DSPARK}dspark_worker_v2:DSparkWorkerV2._forward_decode": ("batch", "on_publish", "grammar_barrier"),
+    f"{_DSPARK}dspark_planner:alloc_verify_window": (
+        "batch", "bs", "device", "verify_num_draft_tokens", "block_pos_offsets", "model_runner", "seq_lens_cpu",
+    ),
+    "sglang.kernels.ops.speculative.dspark.dspark_verify_window:build_ragged_verify_window": (
+        "batch", "layout", "draft_block_ids", "draft_tokens", "bs", "device", "verify_num_draft_tokens", "model_runner",
+    ),
+    f"{_SRT}managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor._resolve_spec_v2_tokens":
+        ("result", "batch"),
+    f"{_SRT}managers.scheduler_components.internal_state:SchedulerInternalStateController._update_handlers": (),
+    f"{_SRT}managers.scheduler_components.internal_state:SchedulerInternalStateController._add_speculative": ("state",),
+    f"{_SRT}managers.tokenizer_manager:TokenizerManager.update_request_meta_info": (
+        "meta_info", "state", "customized_info", "index", "finish_reason",
+    ),
+}  # fmt: skip
+"""``module:qualified name`` to parameters that must exist."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in INTERNALS:
+        return getattr(importlib.import_module(INTERNALS[name]), name)
+    raise AttributeError(name)
+
+
+def installed_version() -> str | None:
+    """SGLang's version; None: it is not installed."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_version() -> None:
+    """Raises CompatibilityError for any version but the supported one."""
+    found = installed_version()
+    if found is None:
+        raise CompatibilityError("SGLang is not installed", mend='pip install "angelspec[serve]"')
+    if found != SUPPORTED:
+        raise CompatibilityError(
+            f"SGLang {found} is installed, but this angelspec works with {SUPPORTED}",
+            mend=f"pip install sglang=={SUPPORTED}, or an angelspec that names {found} in sglang_ext/compat.py",
+        )
+
+
+@cache
+def missing() -> tuple[str, ...]:
+    """Internals that are not there, or lack a parameter: one line each."""
+    lines = []
+    for name, module in INTERNALS.items():
+        try:
+            getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            lines.append(f"{module}.{name} is gone")
+    for place, parameters in SIGNATURES.items():
+        module, _, path = place.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for part in path.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            lines.append(f"{place} is gone")
+            continue
+        have = inspect.signature(found).parameters
+        lines += [f"{place} has no parameter '{name}'" for name in parameters if name not in have]
+    return tuple(lines)
+
+
+def check_contract() -> None:
+    """Raises CompatibilityError, naming everything that changed."""
+    check_version()
+    if lines := missing():
+        raise CompatibilityError(
+            f"SGLang {SUPPORTED} is not what angelspec expects:\n" + "\n".join(f"  - {line}" for line in lines),
+            mend=f"reinstall sglang=={SUPPORTED}; if it is patched, adapt sglang_ext/compat.py",
+        )

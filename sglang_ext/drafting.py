@@ -1,0 +1,192 @@
+"""Runs the drafters of an engine: entries at prefill, and proposals for some rows of a batch.
+
+Shapes: N tokens of all rows, B rows that are drafted for, K proposals, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from angelspec.drafters.drafting import Drafts
+from sglang_ext import compat
+from sglang_ext.models.drafters import AngelSpecDrafters
+from sglang_ext.models.served import ServedMtp
+from sglang_ext.pending import PendingStates, Waiting
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """Some rows of the running batch, to be drafted for."""
+
+    slots: list[int]
+    """In the request pool."""
+    request_B: Tensor
+    """The same, on the device."""
+    length_B: Tensor
+    """Committed tokens before the anchor, which is the anchor's position."""
+    lengths: list[int]
+    anchor_B: Tensor
+
+
+class DraftRunner:
+    """Every drafter of the engine, with the engine's draft pool and attention backend.
+
+    Args:
+        model: the draft model.
+        runner: SGLang's runner of the draft model.
+        pending: the states that wait to be entered.
+    """
+
+    def __init__(self, model: AngelSpecDrafters, runner: Any, pending: PendingStates) -> None:
+        self.model, self._runner, self.pending = model, runner, pending
+        self._infos: dict[int, Any] = {}
+
+    @property
+    def _embedding_VD(self) -> Tensor:
+        return self.model.embed_tokens.weight
+
+    @property
+    def _head_VD(self) -> Tensor:
+        return self.model.lm_head.weight[: self.model.config.vocab_size]
+
+    @torch.inference_mode()
+    def prefill(
+        self, drafters: Sequence[str], slot: int, start: int, *, tokens: Tensor, taps_NF: Tensor, hidden_ND: Tensor
+    ) -> None:
+        """Entries for a run of prompt tokens of one request, that continues what was seen of it.
+
+        The last token waits: what comes after it is not known yet.
+
+        Args:
+            drafters: names.
+            slot: of the request pool.
+            start: position of the first token.
+            tokens: their ids [N].
+            taps_NF: the target's features.
+            hidden_ND: the target's last hidden states.
+        """
+        count = tokens.shape[0]
+        self.enter(drafters, [slot], anchors=tokens[:1])
+        request_N = torch.full((count,), slot, dtype=torch.int64, device=tokens.device)
+        position_N = torch.arange(start, start + count, device=tokens.device)
+        for name in drafters:
+            lag = self.model.served[name].lag
+            if count > lag:
+                self._write(
+                    name,
+                    Waiting(
+                        taps_NF[: count - lag], hidden_ND[: count - lag], tokens[1 : count - lag + 1] if lag else tokens,
+                        position_N[: count - lag], request_N[: count - lag], position_N[:0],
+                    ),
+                )  # fmt: skip
+            self.pending.enter(name, slot, max(start + count - lag, start))
+        self.pending.length[slot] = start + count - 1  # append counts the last one
+        self.pending.append([slot], [1], taps_NF=taps_NF[-1:], hidden_ND=hidden_ND[-1:], token_N=tokens[-1:])
+
+    @torch.inference_mode()
+    def enter(self, drafters: Sequence[str], slots: Sequence[int], *, anchors: Tensor) -> None:
+        """Enter everything of these slots that waits and whose next token is known."""
+        for name in drafters:
+            waiting = self.pending.take(name, slots, anchors=anchors)
+            if waiting is not None:
+                self._write(name, waiting)
+            for slot in slots:
+                self.pending.enter(name, slot, self.pending.length[slot])
+
+    @torch.inference_mode()
+    def make_room(self, drafters: Sequence[str], slots: Sequence[int], *, anchors: Tensor, room: int) -> None:
+        """Enter what waits of the slots whose ring could not take ``room`` more tokens."""
+        for name in drafters:
+            full = [
+                i
+                for i, slot in enumerate(slots)
+                if self.pending.waiting(name, slot) + room > self.pending.capacity
+            ]
+            if full:
+                self.enter([name], [slots[i] for i in full], anchors=anchors[full])
+
+    @torch.inference_mode()
+    def draft(self, name: str, rows: DraftRows) -> Drafts:
+        """Proposals of one drafter for some rows."""
+        served = self.model.served[name]
+        with compat.forward_context(compat.ForwardContext(attn_backend=self._runner.attn_backend)):
+            if not isinstance(served, ServedMtp):
+                self.enter([name], rows.slots, anchors=rows.anchor_B)
+                return served.draft(
+                    lambda offset: self._window(rows, offset=offset, width=served.width),
+                    anchor_B=rows.anchor_B,
+                    position_B=rows.length_B,
+                    embedding_VD=self._embedding_VD,
+                    head_VD=self._head_VD,
+                )
+            for slot in rows.slots:  # the last entry is written again: its successor may have been another one
+                if not self.pending.waiting(name, slot):
+                    self.pending.enter(name, slot, self.pending.length[slot] - 1)
+            waiting = self.pending.take(name, rows.slots, anchors=rows.anchor_B)
+            assert waiting is not None and waiting.last_B.shape[0] == len(rows.slots)
+            drafts = served.draft(
+                lambda offset: self._window(rows, offset=offset, width=1),
+                pool=self._runner.token_to_kv_pool,
+                hidden_ND=waiting.hidden_ND,
+                next_N=waiting.next_N,
+                position_N=waiting.position_N,
+                slot_N=self._places(waiting.request_N, waiting.position_N),
+                asking_B=waiting.last_B,
+                embedding_VD=self._embedding_VD,
+                head_VD=self._head_VD,
+            )
+            for slot in rows.slots:
+                self.pending.enter(name, slot, self.pending.length[slot])
+            return drafts
+
+    def _write(self, name: str, waiting: Waiting) -> None:
+        self.model.served[name].write(
+            self._runner.token_to_kv_pool,
+            taps_NF=waiting.taps_NF,
+            hidden_ND=waiting.hidden_ND,
+            next_N=waiting.next_N,
+            position_N=waiting.position_N,
+            slot_N=self._places(waiting.request_N, waiting.position_N),
+            embedding_VD=self._embedding_VD,
+        )
+
+    def _places(self, request_N: Tensor, position_N: Tensor) -> Tensor:
+        """Slots of tokens in the pools of keys and values."""
+        return self._runner.req_to_token_pool.req_to_token[request_N, position_N].to(torch.int64)
+
+    def _window(self, rows: DraftRows, *, offset: int, width: int) -> Any:
+        """A forward batch over ``width`` tokens of each row, ready for attention."""
+        info = self._infos.get(width)
+        if info is None:
+            info = self._infos[width] = compat.make_draft_block_spec_info(
+                draft_token_num=width, device=rows.anchor_B.device
+            )
+        start_B = rows.length_B + offset
+        starts_cpu = torch.tensor([length + offset for length in rows.lengths])
+        translator = self._runner.kv_index_translator
+        plan = translator.plan_uniform_extend(
+            req_pool_indices=rows.request_B, seq_lens=start_B, seq_lens_cpu=starts_cpu, width=width
+        )
+        count = len(rows.slots) * width
+        batch = compat.ForwardBatch(
+            forward_mode=compat.ForwardMode.TARGET_VERIFY,
+            batch_size=len(rows.slots),
+            input_ids=torch.empty(count, dtype=torch.int64, device=rows.anchor_B.device),
+            req_pool_indices=rows.request_B,
+            seq_lens=start_B,
+            out_cache_loc=plan.write_virtual,
+            seq_lens_sum=int(starts_cpu.sum()) + count,
+            seq_lens_cpu=starts_cpu + width,
+            positions=(start_B[:, None] + torch.arange(width, device=start_B.device)).flatten(),
+            spec_algorithm=compat.SpeculativeAlgorithm.DSPARK,
+            spec_info=info,
+            capture_hidden_mode=compat.CaptureHiddenMode.NULL,
+        )
+        plan.bind(batch, translator)
+        self._runner.attn_backend.init_forward_metadata(batch)
+        return batch

@@ -1,0 +1,89 @@
+"""Hooks into SGLang's processes: entries of tokens, the information page and the switch (scheduler), labels and
+metadata (HTTP)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_ext import compat, http_hooks
+from sglang_ext.answers import TOKENS_KEY, step_entries
+from sglang_ext.settings import current_plan
+
+_COMPONENTS = "sglang.srt.managers.scheduler_components."
+SWITCH = "angelspec_speculation"
+"""Key of ``/set_internal_state``: on or off."""
+
+
+def register() -> None:
+    """Register every hook; SGLang applies them after all plugins are loaded."""
+    around = compat.HookType.AROUND
+    hooks = {
+        f"{_COMPONENTS}batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens": _resolve_tokens,
+        f"{_COMPONENTS}internal_state.SchedulerInternalStateController._update_handlers": _update_handlers,
+        f"{_COMPONENTS}internal_state.SchedulerInternalStateController._add_speculative": _add_state,
+        **http_hooks.hooks(),
+    }
+    for target, hook in hooks.items():
+        compat.HookRegistry.register(target, hook, around)
+
+
+def _resolve_tokens(original: Any, processor: Any, result: Any, batch: Any) -> Any:
+    before = [req.is_retracted or req.finished() for req in batch.reqs]
+    tokens = original(processor, result, batch)
+    report = getattr(result, "angelspec_step", None)
+    if report is not None:
+        for row, (req, skipped) in enumerate(zip(batch.reqs, before, strict=True)):
+            if not skipped:
+                if req.customized_info is None:
+                    req.customized_info = {}
+                req.customized_info.setdefault(TOKENS_KEY, []).extend(step_entries(report, row))
+    return tokens
+
+
+def _update_handlers(original: Any, controller: Any) -> Any:
+    from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
+
+    def validate(key: str, value: Any) -> None:
+        if value not in ("on", "off"):
+            raise UpdateRejected(f"{key} must be 'on' or 'off', got {value!r}.")
+
+    def apply(key: str, value: Any) -> None:
+        controller.scheduler.draft_worker.set_speculation(value == "on")
+
+    return {**original(controller), SWITCH: _UpdateHandler(validate, apply)}
+
+
+def _add_state(original: Any, controller: Any, state: dict[str, Any]) -> Any:
+    outcome = original(controller, state)
+    worker = controller.scheduler.draft_worker
+    if worker is not None:
+        state["angelspec"] = describe(worker)
+    return outcome
+
+
+def describe(worker: Any) -> dict[str, Any]:
+    """What the information page says of the extension."""
+    plan = current_plan()
+    bundle = plan.bundle
+    ratios = bundle.dcut.ratios
+    return {
+        "bundle": bundle.name,
+        "target": bundle.target.source,
+        "mode_family": bundle.target.mode_family,
+        "speculation": "on" if worker.speculation else "off",
+        "drafters": [
+            {
+                "name": place.drafter.name,
+                "algorithm": place.drafter.algorithm,
+                "family": place.drafter.family,
+                "mode": place.drafter.mode,
+                "depth": place.drafter.depth,
+                "source": place.drafter.source,
+            }
+            for place in plan.places
+        ],
+        "costs_measured": worker.costs is not None,
+        "draft_bytes_per_token": plan.draft_bytes_per_token,
+        "ratios": list(ratios) if ratios else None,
+        "counters": worker.counters.as_dict(),
+    }

@@ -1,0 +1,134 @@
+"""Hooks in the HTTP process: requests are labelled on their way in, and answers say how they were made."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from angelspec.core.classifier import classify
+from angelspec.core.errors import RequestError
+from angelspec.core.modes import mode_family
+from angelspec.core.request_label import RequestLabel, parse_label
+from angelspec.core.routing import choose_route
+from sglang_ext.answers import TOKENS_KEY, AnswerState
+from sglang_ext.requests import RESOLVED_KEY, complete_label
+from sglang_ext.settings import current_plan
+
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
+_CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat."
+
+
+def hooks() -> Mapping[str, Any]:
+    """Dotted path of a method to what is put around it."""
+    return {
+        f"{_MANAGER}generate_request": _generate_request,
+        f"{_MANAGER}update_request_meta_info": _update_meta_info,
+        f"{_CHAT}_convert_to_internal_request": _convert_chat,
+    }
+
+
+# ------------------------------------------------------------------------------------------------- requests
+
+
+def _convert_chat(original: Any, serving: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Label a chat by its messages and its template's arguments."""
+    bundle = current_plan().bundle
+    label = _parse(request.custom_params)
+    adapted, processed = original(serving, request, *args, **kwargs)
+    messages = [message.model_dump() if hasattr(message, "model_dump") else dict(message) for message in request.messages]
+    mode = mode_family(bundle.target.mode_family).mode_of(request.chat_template_kwargs or {})
+    found = complete_label(label, bundle=bundle, workload=classify(messages).workload, mode=mode, mode_known=True)
+    _attach(adapted, found)
+    return adapted, processed
+
+
+async def _generate_request(original: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    """Label a native request, which a chat is by now, too."""
+    if hasattr(obj, "sampling_params") and not getattr(obj, "angelspec_labelled", False):
+        _label_native(obj)
+    async for answer in original(manager, obj, *args, **kwargs):
+        yield answer
+
+
+def _label_native(obj: Any) -> None:
+    params = obj.sampling_params
+    texts = obj.text
+    if isinstance(params, list) or isinstance(texts, list) or (texts is None and _is_batch(obj.input_ids)):
+        count = len(texts) if isinstance(texts, list) else len(obj.input_ids or params)
+        if not isinstance(params, list):
+            params = [dict(params or {}) for _ in range(count)]
+        prompts = texts if isinstance(texts, list) else [None] * count
+        labels = [_native_label(one, prompt) for one, prompt in zip(params, prompts, strict=True)]
+        obj.sampling_params = [_with_label(one, label) for one, label in zip(params, labels, strict=True)]
+        given = obj.extra_key if isinstance(obj.extra_key, list) else [obj.extra_key] * count
+        obj.extra_key = [_apart(key, label) for key, label in zip(given, labels, strict=True)]
+        obj.angelspec_labelled = True
+        return
+    _attach(obj, _native_label(params, texts))
+
+
+def _is_batch(input_ids: Any) -> bool:
+    return bool(input_ids) and isinstance(input_ids[0], list)
+
+
+def _native_label(params: Mapping[str, Any] | None, prompt: str | None) -> dict[str, Any]:
+    return complete_label(_parse((params or {}).get("custom_params")), bundle=current_plan().bundle, prompt=prompt)
+
+
+def _parse(custom_params: Mapping[str, Any] | None) -> RequestLabel:
+    own = {key: value for key, value in (custom_params or {}).items() if key != RESOLVED_KEY}
+    try:
+        label = parse_label(own or None, foreign_keys=True)
+        bundle = current_plan().bundle
+        # a route that does not exist is refused here; whether its mode fits is known when the mode is
+        choose_route(bundle, label, workload=label.workload or "chat", mode=_mode_of(label), batch_size=1)
+    except RequestError as error:
+        raise ValueError(str(error)) from None  # which SGLang answers with status 400
+    return label
+
+
+def _mode_of(label: RequestLabel) -> Any:
+    bundle = current_plan().bundle
+    if label.mode is not None:
+        return label.mode
+    for drafter in bundle.drafters:
+        if label.route in drafter.aliases:
+            return drafter.mode
+    return mode_family(bundle.target.mode_family).default
+
+
+def _attach(obj: Any, label: dict[str, Any]) -> None:
+    obj.sampling_params = _with_label(obj.sampling_params, label)
+    obj.extra_key = _apart(obj.extra_key, label)
+    obj.angelspec_labelled = True
+
+
+def _with_label(params: Mapping[str, Any] | None, label: dict[str, Any]) -> dict[str, Any]:
+    params = dict(params or {})
+    params["custom_params"] = {**(params.get("custom_params") or {}), RESOLVED_KEY: label}
+    return params
+
+
+def _apart(extra_key: str | None, label: Mapping[str, Any]) -> str:
+    """Prefixes of different modes are cached apart: they carry the entries of different drafters."""
+    return f"{extra_key or ''}|angelspec:{label['mode'] or 'other'}"
+
+
+# -------------------------------------------------------------------------------------------------- answers
+
+
+def _update_meta_info(
+    original: Any, manager: Any, meta_info: dict[str, Any], state: Any, customized_info: dict[str, Any], index: int,
+    finish_reason: Any,
+) -> Any:  # fmt: skip
+    """Fold the entries of new tokens into the answer's metadata."""
+    entries = customized_info.get(TOKENS_KEY)
+    others = {key: value for key, value in customized_info.items() if key != TOKENS_KEY}
+    outcome = original(manager, meta_info, state, others, index, finish_reason)
+    if entries is not None:
+        if not hasattr(state, "angelspec"):
+            state.angelspec = AnswerState()
+        new = state.angelspec.add(entries[index])
+        meta_info["angelspec"] = state.angelspec.metadata()
+        meta_info["angelspec_positions"] = new if state.obj.stream else list(state.angelspec.positions)
+    return outcome

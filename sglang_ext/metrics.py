@@ -1,0 +1,94 @@
+"""What the engine counts: steps and where their time goes, routes, cuts and fallbacks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from angelspec.core.bundle import PLAIN
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One decode step."""
+
+    routes: Sequence[str | None]
+    """Drafter per row; None: plain."""
+    drafted: Sequence[int]
+    verified: Sequence[int]
+    """Proposals per row."""
+    committed: Sequence[int]
+    draft_seconds: float
+    plan_seconds: float
+    verify_seconds: float
+    other_seconds: float
+
+
+@dataclass
+class Counters:
+    """Sums since the engine started."""
+
+    steps: int = 0
+    speculative_steps: int = 0
+    mixed_steps: int = 0
+    """Steps with more than one route."""
+    cut_steps: int = 0
+    """Steps in which some drafted proposal was not verified."""
+    draft_seconds: float = 0.0
+    plan_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    other_seconds: float = 0.0
+    drafted_slots: int = 0
+    verified_slots: int = 0
+    committed_tokens: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    """Rows by reason."""
+    requests: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Finished requests by (route, workload)."""
+
+    def step(self, report: StepReport) -> StepReport:
+        """Count a step; returns it."""
+        self.steps += 1
+        routes = set(report.routes)
+        self.speculative_steps += routes != {None}
+        self.mixed_steps += len(routes) > 1
+        self.cut_steps += any(kept < number for kept, number in zip(report.verified, report.drafted, strict=True))
+        self.draft_seconds += report.draft_seconds
+        self.plan_seconds += report.plan_seconds
+        self.verify_seconds += report.verify_seconds
+        self.other_seconds += report.other_seconds
+        rows = len(report.routes)
+        self.drafted_slots += rows + sum(report.drafted)
+        self.verified_slots += rows + sum(report.verified)
+        self.committed_tokens += sum(report.committed)
+        return report
+
+    def fall_back(self, reason: str) -> None:
+        """A row could not be drafted for as it should have been."""
+        self.fallbacks[reason] += 1
+
+    def finish(self, request: Any) -> None:
+        """A request ended."""
+        metadata = request.record.metadata
+        self.requests[metadata.route if metadata.verify_steps else PLAIN, request.workload] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the server's information page."""
+        return {
+            "steps": self.steps,
+            "speculative_steps": self.speculative_steps,
+            "mixed_steps": self.mixed_steps,
+            "cut_steps": self.cut_steps,
+            "draft_seconds": self.draft_seconds,
+            "plan_seconds": self.plan_seconds,
+            "verify_seconds": self.verify_seconds,
+            "other_seconds": self.other_seconds,
+            "drafted_slots": self.drafted_slots,
+            "verified_slots": self.verified_slots,
+            "committed_tokens": self.committed_tokens,
+            "nan_rows": self.fallbacks["draft not finite"],
+            "fallbacks": dict(self.fallbacks),
+            "requests": {f"{route}/{workload}": number for (route, workload), number in self.requests.items()},
+        }

@@ -1,0 +1,1 @@
+"""Models that SGLang loads by name (``ModelRegistry``), and the serving halves of the drafters."""

@@ -1,0 +1,89 @@
+"""The draft model that SGLang loads: every drafter of the bundle, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from angelspec.core.drafter_config import BlockDrafterConfig
+from angelspec.core.errors import CheckpointError
+from angelspec.drafters.checkpoint import load_drafter
+from sglang_ext.models.served import Served, ServedBlock, ServedMtp
+from sglang_ext.settings import MARKER, DrafterPlace, EnginePlan, current_plan
+
+SHORTLIST = 16
+"""Candidates per slot that a sequential head rescores."""
+
+
+class _NoHead:
+    """Stands where SGLang's DSPARK looks for a confidence or Markov head; nothing of it is ever called."""
+
+    sts_temperatures: Tensor | None = None
+
+
+class AngelSpecDrafters(nn.Module):
+    """Every drafter of the bundle, and what SGLang's DSPARK worker asks of a draft model.
+
+    Weights come from the drafters' own folders, through ``angelspec.drafters.checkpoint``, which refuses missing,
+    unexpected, misshapen and non-finite tensors by name.
+    """
+
+    sample_from_anchor = False
+    supports_pre_gather_target_hidden_projection = False
+    logits_mup_width_multiplier: float | None = None
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        super().__init__()
+        self.config = config
+        self.plan = plan = current_plan()
+        if config.angelspec_plan != plan.digest:
+            raise CheckpointError(
+                "the draft model's folder was written for another bundle", mend="start the server again"
+            )
+        self.gamma = plan.depth
+        self.num_stages = plan.num_layers
+        self.markov_head = self.confidence_head = _NoHead()
+        self.embed_tokens: nn.Module | None = None
+        self.lm_head: nn.Module | None = None
+        self.served = nn.ModuleDict({place.drafter.name: _load(plan, place) for place in plan.places})
+
+    def attach_shared_modules(self, *, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
+        """Take the target's embedding and head, which every drafter shares."""
+        object.__setattr__(self, "embed_tokens", embed_tokens)  # no submodule: the target's weights are not ours
+        object.__setattr__(self, "lm_head", lm_head)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Check the marker; the drafters were loaded when the model was built.
+
+        Raises:
+            CheckpointError: the folder is not the one that was written for this bundle.
+        """
+        digest = self.plan.digest.encode()
+        found = {name: bytes(tensor.flatten().tolist()) for name, tensor in weights}
+        if found != {MARKER: digest}:
+            raise CheckpointError(
+                f"the draft model's folder holds {sorted(found)} instead of the marker of this bundle",
+                mend="let the extension choose --speculative-draft-model-path",
+            )
+
+    def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any, **kwargs: Any) -> Any:
+        """Never called: drafts run through :attr:`served`."""
+        raise RuntimeError("the drafters are run by sglang_ext.drafting, not by the model runner")
+
+
+def _load(plan: EnginePlan, place: DrafterPlace) -> Served:
+    dtype, device = torch.get_default_dtype(), torch.empty(0).device
+    with torch.device("cpu"):
+        drafter = load_drafter(place.folder, dtype=dtype, device=device).drafter.eval().requires_grad_(False)
+    if isinstance(place.config, BlockDrafterConfig):
+        columns = plan.tap_columns(place)
+        columns = None if columns is None else columns.to(device)
+        shortlist = None if place.config.head == "none" else SHORTLIST
+        return ServedBlock(drafter, first_layer=place.first_layer, tap_columns=columns, shortlist=shortlist)
+    return ServedMtp(drafter, first_layer=place.first_layer, depth=place.drafter.depth)
+
+
+EntryClass = AngelSpecDrafters

@@ -1,0 +1,399 @@
+"""The worker: SGLang's DSPARK worker with a decode step of ours.
+
+A step: plan whom to draft for and with which drafter; draft; cut; verify all rows, each as wide as it pays, in one
+target forward; accept; keep the states of what was committed. Prefill keeps the states of the prompt for every drafter
+of the request's mode, so a request may change its drafter whenever the planner finds a better one.
+
+Shapes: B batch rows, W slots of a row (one more than the deepest drafter proposes), K = W - 1, N verified slots, F
+width of the captured features, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from angelspec.core.bundle import PLAIN
+from angelspec.core.step_costs import StepCosts
+from angelspec.ops.step_plan import DraftPlan
+from angelspec.ops.step_planner import Step, StepPlanner
+from sglang_ext import compat
+from sglang_ext.accept import accept, draw
+from sglang_ext.drafting import DraftRows, DraftRunner
+from sglang_ext.answers import TOKENS_KEY, opening
+from sglang_ext.metrics import Counters, StepReport
+from sglang_ext.pending import PendingStates
+from sglang_ext.requests import RequestBook, ServedRequest
+from sglang_ext.settings import current_plan
+
+logger = logging.getLogger(__name__)
+_WAIT_ON_CPU, _WAIT_ON_GPU = 32, 1
+"""Tokens that may wait for their entries beyond one verification."""
+_BROKEN_AT_MOST = 3
+"""A request whose drafts were not finite so often is decoded plainly from then on."""
+
+
+class _Packed(NamedTuple):
+    """The verified slots of a batch, row by row: what SGLang's executor reads of its own window."""
+
+    verify_ids: Tensor
+    positions: Tensor
+    verify_cache_loc: Tensor
+    window_index: Tensor
+
+
+class AngelSpecWorker(compat.DSparkWorkerV2):
+    """Holds every drafter of the bundle beside the target."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.plan = current_plan()
+        self.model_runner.model.logits_processor.keep_last_hidden_states = True
+        self.requests = RequestBook(self.plan.bundle)
+        self.counters = Counters()
+        self.speculation = True
+        """Whether steps may be drafted for; an operator switches it."""
+        self._width = self.verify_num_draft_tokens
+        self._drafts: DraftRunner | None = None
+        self.use_costs(self.plan.bundle.costs)
+
+    # ------------------------------------------------------------------------------------------------ set-up
+
+    @property
+    def carries_confidence(self) -> bool:
+        return False
+
+    def get_confidence_budget_prepare(self) -> None:
+        return None
+
+    def init_cuda_graphs(self) -> None:
+        """No graph of the draft model: its forwards are ours. The target's graphs are the engine's."""
+
+    def use_costs(self, costs: StepCosts | None) -> None:
+        """Plan by these costs from now on; None: by none, so that only requests which name a drafter are drafted for."""
+        self.costs = costs
+        self._planner = StepPlanner.of(self.plan.bundle, costs or StepCosts())
+        for known in list(self.requests):
+            self._open(known)
+
+    def set_speculation(self, on: bool) -> None:
+        """Switch drafting on or off; running requests go on."""
+        self.speculation = on
+
+    def _ready(self) -> DraftRunner:
+        if self._drafts is None:
+            runner, config = self.draft_model_runner, self.plan.places[0].config
+            waits = _WAIT_ON_CPU if str(self.device) == "cpu" else _WAIT_ON_GPU
+            pending = PendingStates(
+                runner.req_to_token_pool.req_to_token.shape[0],
+                capacity=self._width + waits,
+                tap_width=len(self.plan.layer_ids) * config.target_hidden_size,
+                hidden_size=config.target_hidden_size,
+                drafters=[place.drafter.name for place in self.plan.places],
+                dtype=self.model_runner.dtype,
+                device=self.device,
+            )
+            self._drafts = DraftRunner(self.draft_model, runner, pending)
+        return self._drafts
+
+    def _open(self, known: ServedRequest) -> None:
+        plain = known.plain_because is not None
+        self._planner.open(
+            known.rid,
+            workload=known.workload,
+            drafters=() if plain else known.route.drafters,
+            forced=known.route.forced and not plain,
+            ratio=known.route.ratio,
+        )
+
+    def _rows(self, reqs: Any) -> list[ServedRequest]:
+        rows, new = self.requests.rows(reqs, costs=self.costs)
+        for known in new:
+            self._open(known)
+        return rows
+
+    def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+        super().note_request_finished(rid=rid, natural_stop=natural_stop)
+        ended = [self.requests.finish(rid), *(self.requests.forget_idle() if len(self.requests) > 256 else [])]
+        for known in ended:
+            if known is not None:
+                self.counters.finish(known)
+                self._planner.close(known.rid)
+
+    # ----------------------------------------------------------------------------------------------- prefill
+
+    def _forward_prefill(self, batch: Any, on_publish: Any, pp_proxy_tensors: Any = None) -> Any:
+        if batch.forward_mode.is_idle():
+            return self._decode_idle_result(on_publish=on_publish)
+        ids, reqs = batch.input_ids, list(batch.reqs)
+        starts, counts = list(batch.prefix_lens), list(batch.extend_lens)
+        slots = batch.req_pool_indices.tolist()
+        result = self.target_worker.forward_batch_generation(
+            batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=compat.CaptureHiddenMode.FULL
+        )
+        output = result.logits_output
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        drafts, begin = self._ready(), 0
+        taps_NF, hidden_ND = output.hidden_states, output.last_hidden_states
+        if taps_NF is None or hidden_ND is None:
+            raise RuntimeError("the target's hidden states were not captured: angelspec's hooks were not applied")
+        for known, slot, start, count in zip(self._rows(reqs), slots, starts, counts, strict=True):
+            part = slice(begin, begin + count)
+            begin += count
+            if drafts.pending.length[slot] != start or start == 0:
+                drafts.pending.reset(slot, start)
+            if known.states_of:
+                drafts.prefill(
+                    known.states_of, slot, start, tokens=ids[part], taps_NF=taps_NF[part], hidden_ND=hidden_ND[part]
+                )
+        output.hidden_states = output.last_hidden_states = None  # large, and nobody else's
+        output.customized_info = {TOKENS_KEY: [opening(self.requests.get(req.rid)) for req in reqs]}
+        result.next_draft_input = compat.make_draft_input_v2(
+            bonus_tokens=result.next_token_ids, new_seq_lens=result.new_seq_lens
+        )
+        return result
+
+    # ------------------------------------------------------------------------------------------------ decode
+
+    def _forward_decode(
+        self, batch: Any, on_publish: Any, grammar_barrier: Any = None, coordination_plan: Any = None
+    ) -> Any:
+        if batch.spec_info is None:
+            batch.spec_info = compat.DFlashDraftInputV2.create_idle_input(device=self.device)
+        if batch.forward_mode.is_idle():
+            return self._decode_idle_result(on_publish=on_publish)
+        began = time.perf_counter()
+        drafts, rows = self._ready(), self._rows(batch.reqs)
+        draft_input, size, width = batch.spec_info, len(batch.reqs), self._width
+        slots, lengths = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
+        anchor_B = draft_input.bonus_tokens.view(-1)
+        self._follow(drafts, rows, slots, lengths)
+        window = compat.alloc_verify_window(
+            batch=batch,
+            bs=size,
+            device=self.device,
+            verify_num_draft_tokens=width,
+            block_pos_offsets=self._block_pos_offsets,
+            model_runner=self.model_runner,
+            seq_lens_cpu=batch.seq_lens_cpu if batch.seq_lens_cpu is not None else draft_input.nxt_kv_lens_cpu,
+        )
+        prepared = time.perf_counter()
+
+        step = self._begin(rows)
+        planned = time.perf_counter()
+        block_BW = anchor_B.new_zeros(size, width)
+        block_BW[:, 0] = anchor_B
+        confidences: list[list[float]] = [[] for _ in rows]
+        for name, indices in step.rows_by_drafter.items():
+            self._draft(name, indices, rows, slots, lengths, batch, block_BW, confidences)
+        drafted = time.perf_counter()
+        if step.rows_by_drafter:
+            step = self._planner.cut(step, confidences)
+            kept = list(step.kept)
+        else:
+            kept = [0] * size
+        cut_done = time.perf_counter()
+
+        output, packed, row_N, offset_N, layout, graphed = self._verify(batch, window, block_BW, kept, lengths)
+        info, logits_NV = batch.sampling_info, output.next_token_logits
+        self._adjust(batch, logits_NV, row_N, offset_N, block_BW, grammar_barrier)
+        keeps_logits = batch.return_logprob and not (info is None or info.is_all_greedy)
+        drawn_N = draw(
+            self.model_runner.sampler,
+            logits_NV.clone() if keeps_logits else logits_NV,
+            info,
+            row_N=row_N,
+            position_N=packed.positions,
+        )
+        kept_B = layout.verify_lens.to(torch.int64) - 1
+        outcome = accept(drawn_N, block_BW[:, 1:], row_N=row_N, offset_N=offset_N, kept_B=kept_B)
+        commit_B = outcome.correct_B + 1
+        new_lengths_B = batch.seq_lens + commit_B
+        if batch.return_logprob:
+            self._logprobs(batch, output, outcome.tokens_BW, row_N, offset_N)
+        if on_publish is not None:
+            on_publish(new_lengths_B)
+        committed = commit_B.tolist()
+        self._keep(drafts, rows, slots, committed, output, block_BW, row_N, offset_N, outcome.bonus_B)
+        output.hidden_states = output.last_hidden_states = None
+        verified = time.perf_counter()
+
+        self._observe(step, rows, committed)
+        result = compat.GenerationBatchResult(
+            logits_output=output,
+            next_token_ids=outcome.tokens_BW.reshape(-1),
+            accept_lens=commit_B.to(torch.int32),
+            cap_lens=layout.verify_lens.to(torch.int32),
+            can_run_cuda_graph=graphed,
+            next_draft_input=compat.make_draft_input_v2(bonus_tokens=outcome.bonus_B, new_seq_lens=new_lengths_B),
+            speculative_num_draft_tokens=width,
+            new_seq_lens=new_lengths_B,
+        )
+        ended = time.perf_counter()
+        result.angelspec_step = self.counters.step(
+            StepReport(
+                routes=step.drafters,
+                drafted=[len(one) for one in confidences],
+                verified=kept,
+                committed=committed,
+                draft_seconds=drafted - planned,
+                plan_seconds=planned - prepared + cut_done - drafted,
+                verify_seconds=verified - cut_done,
+                other_seconds=prepared - began + ended - verified,
+            )
+        )
+        return result
+
+    def _follow(self, drafts: DraftRunner, rows: list[ServedRequest], slots: list[int], lengths: list[int]) -> None:
+        """Rows whose states were not seen up to here (they should be) begin anew, and are counted."""
+        for known, slot, length in zip(rows, slots, lengths, strict=True):
+            if known.states_of and drafts.pending.length[slot] != length:
+                self.counters.fall_back("lost states")
+                drafts.pending.reset(slot, length)
+
+    def _begin(self, rows: list[ServedRequest]) -> Step:
+        rids = tuple(known.rid for known in rows)
+        if not self.speculation or all(known.plain_because for known in rows):
+            nobody = (None,) * len(rows)
+            return Step(rids, nobody, DraftPlan(nobody, float(len(rows)), None), kept=(0,) * len(rows))
+        return self._planner.begin(rids)
+
+    def _draft(
+        self, name: str, indices: list[int], rows: list[ServedRequest], slots: list[int], lengths: list[int], batch: Any,
+        block_BW: Tensor, confidences: list[list[float]],
+    ) -> None:  # fmt: skip
+        """Draft for some rows; proposals and confidences go where they belong."""
+        index_B = torch.tensor(indices, device=block_BW.device)
+        chosen = DraftRows(
+            slots=[slots[i] for i in indices],
+            request_B=batch.req_pool_indices[index_B],
+            length_B=batch.seq_lens[index_B].to(torch.int64),
+            lengths=[lengths[i] for i in indices],
+            anchor_B=block_BW[index_B, 0],
+        )
+        drafted = self._ready().draft(name, chosen)
+        depth = drafted.tokens_BK.shape[1]
+        block_BW[index_B, 1 : depth + 1] = drafted.tokens_BK
+        for index, values in zip(indices, drafted.confidence_BK.tolist(), strict=True):
+            if not all(map(math.isfinite, values)):
+                self._broken(rows[index], name)
+                values = [0.0] * depth
+            confidences[index] = values
+
+    def _broken(self, known: ServedRequest, name: str) -> None:
+        self.counters.fall_back("draft not finite")
+        known.broken_drafts += 1
+        if known.broken_drafts == _BROKEN_AT_MOST:
+            logger.error("drafter %s gives numbers that are not finite: %s goes on without it", name, known.rid)
+            known.plain_because = f"drafter {name} gave numbers that are not finite"
+            known.record.why = known.plain_because
+            self._planner.close(known.rid)
+            self._open(known)
+
+    def _verify(
+        self, batch: Any, window: Any, block_BW: Tensor, kept: list[int], lengths: list[int]
+    ) -> tuple[Any, _Packed, Tensor, Tensor, Any, bool]:
+        """One target forward over every row's anchor and kept proposals."""
+        device, width = block_BW.device, self._width
+        widths = [number + 1 for number in kept]
+        layout = compat.RaggedVerifyLayout.from_verify_lens(
+            verify_lens_cpu=widths, device=device, grid=[sum(widths)]
+        )
+        row_N = torch.tensor([row for row, wide in enumerate(widths) for _ in range(wide)], device=device)
+        offset_N = torch.tensor([slot for wide in widths for slot in range(wide)], device=device)
+        packed = _Packed(
+            verify_ids=block_BW[row_N, offset_N],
+            positions=window.positions_2d[row_N, offset_N],
+            verify_cache_loc=window.verify_cache_loc_2d[row_N, offset_N],
+            window_index=row_N * width + offset_N,
+        )
+        forward = self._verify_executor._run_ragged(
+            batch=batch,
+            layout=layout,
+            ragged_window=packed,
+            sampling_info=batch.sampling_info,
+            kv_loc_plan=window.kv_loc_plan,
+        )
+        return forward.logits_output, packed, row_N, offset_N, layout, forward.can_run_cuda_graph
+
+    def _adjust(
+        self, batch: Any, logits_NV: Tensor, row_N: Tensor, offset_N: Tensor, block_BW: Tensor, barrier: Any
+    ) -> None:
+        """Penalties, biases, masks and processors, as plain decoding applies them.
+
+        All but biases depend on the tokens before, so rows that have them verify one slot, and theirs is the first.
+        """
+        info = batch.sampling_info
+        if info is None:
+            return
+        if info.logit_bias is not None:
+            logits_NV += info.logit_bias[row_N].to(logits_NV.dtype)
+        orchestrator = info.penalizer_orchestrator
+        penalised = orchestrator is not None and orchestrator.is_required
+        if not (penalised or batch.has_grammar or info.has_custom_logit_processor):
+            return
+        first_B = (offset_N == 0).nonzero().squeeze(1)
+        logits_BV = logits_NV[first_B]
+        if info.has_custom_logit_processor:
+            raise NotImplementedError("custom logit processors are refused when a request arrives")
+        if penalised:
+            info._apply_pre_grammar_logits_transforms(logits_BV)
+        if batch.has_grammar:
+            mask = compat.build_grammar_vocab_mask(
+                reqs=batch.reqs,
+                tree=compat.GrammarTree.from_linear_chain(block_BW[:, :1].contiguous()),
+                sampling_info=info,
+                device=logits_BV.device,
+                barrier=barrier,
+            )
+            if mask is not None:
+                mask.apply(logits_BV)
+        logits_NV[first_B] = logits_BV
+
+    def _logprobs(self, batch: Any, output: Any, tokens_BW: Tensor, row_N: Tensor, offset_N: Tensor) -> None:
+        packed_NV, width = output.next_token_logits, self._width
+        strided = packed_NV.new_zeros(tokens_BW.shape[0] * width, packed_NV.shape[1])
+        strided[row_N * width + offset_N] = packed_NV
+        output.next_token_logits = strided
+        compat.compute_spec_logprobs(batch, output, tokens_BW.reshape(-1), chain_stride=width)
+
+    def _keep(
+        self, drafts: DraftRunner, rows: list[ServedRequest], slots: list[int], committed: list[int], output: Any,
+        block_BW: Tensor, row_N: Tensor, offset_N: Tensor, bonus_B: Tensor,
+    ) -> None:  # fmt: skip
+        """The states of the committed tokens wait for their entries."""
+        chosen = [index for index, known in enumerate(rows) if known.states_of]
+        if not chosen:
+            return
+        commit_B = torch.tensor(committed, device=row_N.device)
+        follows_B = torch.tensor([bool(known.states_of) for known in rows], device=row_N.device)
+        keep_N = (offset_N < commit_B[row_N]) & follows_B[row_N]
+        by_mode: dict[tuple[str, ...], list[int]] = {}
+        for index in chosen:
+            by_mode.setdefault(rows[index].states_of, []).append(index)
+        for names, indices in by_mode.items():
+            drafts.make_room(
+                names, [slots[i] for i in indices], anchors=block_BW[indices, 0], room=max(committed[i] for i in indices)
+            )
+        drafts.pending.append(
+            [slots[i] for i in chosen],
+            [committed[i] for i in chosen],
+            taps_NF=output.hidden_states[keep_N],
+            hidden_ND=output.last_hidden_states[keep_N],
+            token_N=block_BW[row_N, offset_N][keep_N],
+        )
+
+    def _observe(self, step: Step, rows: list[ServedRequest], committed: list[int]) -> None:
+        self._planner.observe(step, [number - 1 for number in committed])
+        depths = self.plan.bundle.depths
+        for known, name, kept, number in zip(rows, step.drafters, step.kept, committed, strict=True):
+            known.record.add(
+                name or PLAIN, committed=number, drafted=depths[name] if name else 0, verified=kept if name else 0
+            )
