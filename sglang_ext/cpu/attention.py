@@ -287,7 +287,9 @@ class Scratch:
         size = torch.Size(shape).numel()
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name, dtype] = torch.empty(size + size // 4, dtype=dtype)
+            # made in inference mode it could not be written outside of it
+            with torch.inference_mode(False):
+                buffer = self._buffers[name, dtype] = torch.empty(size + size // 4, dtype=dtype)
         return buffer[:size].view(shape)
 
 

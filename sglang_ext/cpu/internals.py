@@ -19,6 +19,8 @@ class Internal:
     """Dotted path."""
     parameters: tuple[str, ...] | None = None
     """Names of its parameters in order, where we replace or override it; None: only its presence matters."""
+    fields: tuple[str, ...] = ()
+    """Fields of a dataclass or struct that we read."""
 
 
 ATTENTION = "sglang.srt.layers.attention"
@@ -64,7 +66,9 @@ USED: tuple[Internal, ...] = (
     Internal(f"{PLATFORMS}.device_mixin.PlatformEnum.OOT"),
     Internal(f"{PLATFORMS}.interface.PlatformCapabilities"),
     Internal(f"{PLATFORMS}.interface.SRTPlatform.get_default_attention_backend", ("self",)),
-    Internal(f"{PLATFORMS}.interface.SRTPlatform.get_default_speculative_draft_attention_backend", ("self", "algorithm")),
+    Internal(
+        f"{PLATFORMS}.interface.SRTPlatform.get_default_speculative_draft_attention_backend", ("self", "algorithm")
+    ),
     Internal(f"{PLATFORMS}.interface.SRTPlatform.get_compile_backend", ("self", "mode")),
     Internal(f"{PLATFORMS}.interface.SRTPlatform.get_dispatch_key_name", ("self",)),
     Internal(f"{PLATFORMS}.interface.SRTPlatform.get_kv_pool_cls", ("self", "kind")),
@@ -93,16 +97,50 @@ USED: tuple[Internal, ...] = (
     Internal(f"{ATTENTION}.torch_native_backend.TorchNativeAttnBackend.forward_decode", FORWARD_PARAMETERS),
     Internal(f"{ATTENTION}.torch_native_backend.TorchNativeAttnBackend.forward_extend", FORWARD_PARAMETERS),
     Internal("sglang.srt.layers.radix_attention.AttentionType.ENCODER_ONLY"),
+    Internal("sglang.srt.layers.radix_attention.RadixAttention"),
+    Internal(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+        fields=(
+            "forward_mode",
+            "seq_lens",
+            "req_pool_indices",
+            "out_cache_loc",
+            "spec_info",
+            "extend_prefix_lens",
+            "extend_seq_lens",
+        ),
+    ),
+    Internal("sglang.srt.model_executor.model_runner.ModelRunner"),
     Internal("sglang.srt.arg_groups.choices.add_draft_attention_backend_choices"),
     # the pool
     Internal(f"{MEMORY}.MHATokenToKVPool._init_kv_copy_and_warmup", ("self",)),
     Internal(f"{MEMORY}.MHATokenToKVPool._store_kv_layer", ("self", "layer_idx", "loc", "cache_k", "cache_v")),
     Internal(f"{MEMORY}.MHATokenToKVPool.get_key_buffer", ("self", "layer_id")),
     Internal(f"{MEMORY}.MHATokenToKVPool.get_value_buffer", ("self", "layer_id")),
+    # operators and weights
+    Internal(f"{PLATFORMS}.interface.SRTPlatform.post_load_model", ("self", "model")),
+    Internal("sglang.kernels.fused_op.BaseFusedOp.register_oot_forward", ("op_cls", "fn", "platform_key")),
+    Internal(
+        "sglang.srt.layers.layernorm.RMSNorm.forward_native",
+        ("self", "x", "residual", "post_residual_addition", "quant_linear"),
+    ),
+    Internal(
+        "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
+        ("self", "positions", "query", "key", "offsets", "fused_set_kv_buffer_arg"),
+    ),
+    Internal("sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod.apply", ("self", "layer", "x", "bias")),
+    Internal("sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
+    Internal(
+        "sglang.srt.model_executor.model_runner_components.weight_updater._unsupported_derived_weight_cache_error",
+        ("model",),
+    ),
     # the hooks
     Internal("sglang.srt.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type", "source")),
     Internal("sglang.srt.plugins.hook_registry.HookType.REPLACE"),
-    Internal("sglang.srt.speculative.ragged_verify.RaggedVerifyLayout"),
+    Internal("sglang.srt.speculative.ragged_verify.RaggedVerifyLayout", fields=("verify_lens", "verify_lens_cpu")),
+    Internal(
+        "sglang.srt.speculative.dflash_info.DFlashVerifyInput", fields=("draft_token_num", "ragged_verify_layout")
+    ),
 )
 """Names that we subclass, override or call."""
 
@@ -117,6 +155,9 @@ def _trouble(internal: Internal) -> str | None:
         found = pkgutil.resolve_name(internal.path)
     except (ImportError, AttributeError):
         return internal.path
+    present = getattr(found, "__dataclass_fields__", None) or getattr(found, "__annotations__", {})
+    if absent := [name for name in internal.fields if name not in present]:
+        return f"{internal.path} without {', '.join(absent)}"
     if internal.parameters is None:
         return None
     parameters = tuple(inspect.signature(inspect.unwrap(found)).parameters)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
@@ -76,3 +77,15 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang_ext.cpu.locations import extend_cache_locations
 
         return extend_cache_locations
+
+    def init_backend(self) -> None:
+        """Plain torch forms of SGLang's operators that cost less than its own."""
+        from sglang_ext.cpu.operators import register
+
+        register(self.get_dispatch_key_name())
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        """Lay out the weights of a model, target or drafter, for oneDNN."""
+        from sglang_ext.cpu.weights import pack_weights
+
+        pack_weights(model)

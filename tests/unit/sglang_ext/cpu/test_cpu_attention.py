@@ -85,7 +85,9 @@ class World:
         elif mode == ForwardMode.TARGET_VERIFY:
             batch.seq_lens = before
             layout = SimpleNamespace(verify_lens=width.int(), verify_lens_cpu=extra.get("lens_cpu"))
-            batch.spec_info = SimpleNamespace(draft_token_num=widths[0], ragged_verify_layout=layout if ragged else None)
+            batch.spec_info = SimpleNamespace(
+                draft_token_num=widths[0], ragged_verify_layout=layout if ragged else None
+            )
         else:
             batch.seq_lens = before + width
             batch.extend_prefix_lens, batch.extend_seq_lens = before, width
@@ -176,7 +178,9 @@ def test_padding_packed_rows_and_widths_from_the_host():
 def test_another_row_or_stale_slot_never_matters():
     # NaN everywhere but in the slots of the batch's own tokens
     world = World(4)
-    mine = torch.cat([world.table[row, :length] for row, length in zip(world.pool_row.tolist(), (9, 300), strict=False)])
+    mine = torch.cat(
+        [world.table[row, :length] for row, length in zip(world.pool_row.tolist(), (9, 300), strict=False)]
+    )
     stale = torch.ones(world.keys.shape[0], dtype=torch.bool)
     stale[mine.long()] = False
     world.keys[stale] = world.values[stale] = float("nan")
@@ -205,9 +209,7 @@ def test_masks_are_built_once_per_step(monkeypatch):
     world = World(6)
     built = []
     original = attention.Group._build_mask
-    monkeypatch.setattr(
-        attention.Group, "_build_mask", lambda group, *key: built.append(key) or original(group, *key)
-    )
+    monkeypatch.setattr(attention.Group, "_build_mask", lambda group, *key: built.append(key) or original(group, *key))
     batch = world.batch(ForwardMode.TARGET_VERIFY, [5, 9], [2, 3])
     world.backend.init_forward_metadata(batch)
     q = torch.randn(5, world.heads * world.channels)
