@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from sglang_ext.drafting import DraftRows, DraftRunner
 from sglang_ext.answers import TOKENS_KEY, opening
 from sglang_ext.metrics import Counters, StepReport
 from sglang_ext.pending import PendingStates
+from sglang_ext.profiling import find_costs
 from sglang_ext.requests import RequestBook, ServedRequest
 from sglang_ext.settings import current_plan
 
@@ -60,7 +62,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         """Whether steps may be drafted for; an operator switches it."""
         self._width = self.verify_num_draft_tokens
         self._drafts: DraftRunner | None = None
-        self.use_costs(self.plan.bundle.costs)
+        self.use_costs(None)
 
     # ------------------------------------------------------------------------------------------------ set-up
 
@@ -73,6 +75,12 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
 
     def init_cuda_graphs(self) -> None:
         """No graph of the draft model: its forwards are ours. The target's graphs are the engine's."""
+
+    def prewarm_sampling(self) -> Any:
+        """The last thing before the engine serves: measure what a step costs."""
+        outcome = super().prewarm_sampling()
+        self.use_costs(find_costs(self.plan, self, self._ready()))
+        return outcome
 
     def use_costs(self, costs: StepCosts | None) -> None:
         """Plan by these costs from now on; None: by none, so that only requests which name a drafter are drafted for."""
@@ -199,6 +207,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             kept = list(step.kept)
         else:
             kept = [0] * size
+            step = replace(step, kept=tuple(kept))
         cut_done = time.perf_counter()
 
         output, packed, row_N, offset_N, layout, graphed = self._verify(batch, window, block_BW, kept, lengths)
