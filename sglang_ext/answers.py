@@ -21,6 +21,8 @@ TOKENS_KEY = "angelspec_tokens"
 """Under which the entries travel."""
 
 Entry = int | list[Any]
+_CONTEXT = 6
+"""Tokens before one that may change its text."""
 
 
 def opening(request: Any) -> Entry:
@@ -45,6 +47,9 @@ class AnswerState:
 
     record: RequestRecord = field(default_factory=lambda: RequestRecord(why="", workload="chat", mode=None))
     positions: list[int] = field(default_factory=list)
+    tokenizer: Any = None
+    _shown: int = 0
+    _window: list[int] = field(default_factory=list)
 
     def add(self, entries: Sequence[Entry | None]) -> list[int]:
         """Fold the entries of new tokens; returns their positions in their drafts."""
@@ -63,6 +68,34 @@ class AnswerState:
                 self.record.add(name, committed=committed, drafted=drafted, verified=verified)
         self.positions += new
         return new
+
+    def pieces(self, output_ids: Sequence[int], *, incremental: bool) -> list[dict[str, Any]]:
+        """The texts of the tokens that were not shown yet, with their positions.
+
+        Args:
+            output_ids: of the answer so far; with ``incremental`` only the new ones.
+        """
+        new = list(output_ids) if incremental else list(output_ids[self._shown :])
+        positions = self.positions[self._shown : self._shown + len(new)]
+        self._shown += len(new)
+        positions += [0] * (len(new) - len(positions))
+        return [
+            {"text": self._text(token), "position": position} for token, position in zip(new, positions, strict=True)
+        ]
+
+    def _text(self, token: int) -> str:
+        """What a token adds to the text; nothing while a character is incomplete, which the next one then completes."""
+        before = self._decode(self._window)
+        self._window.append(token)
+        after = self._decode(self._window)
+        if after.endswith("\ufffd"):
+            return ""
+        text = after[len(before.rstrip("\ufffd")) :]
+        self._window = self._window[-_CONTEXT:]
+        return text
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True) if tokens and self.tokenizer else ""
 
     def metadata(self) -> dict[str, Any]:
         """``meta_info["angelspec"]``."""

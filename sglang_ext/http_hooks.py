@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ def hooks() -> Mapping[str, Any]:
         f"{_MANAGER}generate_request": _generate_request,
         f"{_MANAGER}update_request_meta_info": _update_meta_info,
         f"{_CHAT}_convert_to_internal_request": _convert_chat,
+        f"{_CHAT}_generate_stream_content": _stream_content,
     }
 
 
@@ -39,6 +41,7 @@ def _convert_chat(original: Any, serving: Any, request: Any, *args: Any, **kwarg
     mode = mode_family(bundle.target.mode_family).mode_of(request.chat_template_kwargs or {})
     found = complete_label(label, bundle=bundle, workload=classify(messages).workload, mode=mode, mode_known=True)
     _attach(adapted, found)
+    adapted.angelspec_chat = bool(request.stream)
     return adapted, processed
 
 
@@ -127,8 +130,30 @@ def _update_meta_info(
     outcome = original(manager, meta_info, state, others, index, finish_reason)
     if entries is not None:
         if not hasattr(state, "angelspec"):
-            state.angelspec = AnswerState()
+            state.angelspec = AnswerState(tokenizer=manager.tokenizer)
         new = state.angelspec.add(entries[index])
         meta_info["angelspec"] = state.angelspec.metadata()
-        meta_info["angelspec_positions"] = new if state.obj.stream else list(state.angelspec.positions)
+        # as SGLang's own lists: what is new where it streams increments, else everything so far
+        incremental = getattr(state.obj, "stream", False) and manager.incremental_streaming_output
+        meta_info["angelspec_positions"] = new if incremental else state.angelspec.positions
+        if getattr(state.obj, "angelspec_chat", False):
+            meta_info[_STATE_KEY] = state.angelspec
     return outcome
+
+
+async def _stream_content(original: Any, serving: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
+    """Add metadata and the texts of tokens to the chunks of a chat that asked for them."""
+    content, request = kwargs["content"], kwargs["request"]
+    answer = content["meta_info"].pop(_STATE_KEY, None)
+    async for chunk in original(serving, *args, **kwargs):
+        if answer is not None and request.return_spec_tokens_details and chunk.startswith(_DATA):
+            document = json.loads(chunk[len(_DATA) :])
+            pieces = answer.pieces(content["output_ids"], incremental=serving.tokenizer_manager.incremental_streaming_output)
+            document["angelspec"] = {"metadata": answer.metadata(), "pieces": pieces}
+            chunk = f"{_DATA}{json.dumps(document)}\n\n"
+        yield chunk
+
+
+_DATA = "data: "
+_STATE_KEY = "_angelspec_state"
+"""Under which a chat's answer state passes from one hook to the other; it never leaves the process."""
