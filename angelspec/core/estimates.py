@@ -90,9 +90,11 @@ class _Peers(_Mean):
 
 def _shifted(survivals: Sequence[float], logits: float) -> list[float]:
     """Survivals with every conditional acceptance moved by so many logits."""
+    if not logits:
+        return list(survivals)
     odds, before, product, shifted = math.exp(logits), 1.0, 1.0, []
     for survival in survivals:
-        chance = min(survival / before, 1.0) if before > 0 else 0.0
+        chance = 1.0 if survival >= before > 0 else survival / before if before > 0 else 0.0
         product *= chance * odds / (1 - chance + chance * odds)
         before = survival
         shifted.append(product)
