@@ -38,28 +38,11 @@ def _planner(table, prior=None, depths=("dfly",)):
     return Planned(StepPlanner(_table(table), Estimates(depths, measured=measured), depths=depths))
 
 
-def _best_fixed(table, batch, chance, *, make, tokens):
-    """(rate of plain decoding, best rate of a fixed depth)."""
-    if isinstance(chance, float):
-        costs = _table(table)
-        rates = [
-            batch * sum(chance**j for j in range(k + 1))
-            / costs.seconds(batch, drafted={"dfly": batch} if k else {}, slots=batch * (k + 1))
-            for k in range(8)
-        ]  # fmt: skip
-    else:
-        rates = [
-            simulate(FixedDepth(k), make=make, batch=batch, table=_table(table), tokens=tokens).rate for k in range(8)
-        ]
-    return rates[0], max(rates)
-
-
 def _check(table, batch, chance, confidence, *, prior, tokens, warm_up, of_best=0.98, of_plain=0.99):
-    make = requests_of(MIXTURES.get(chance, chance), confidence=confidence)
-    plain, best = _best_fixed(table, batch, chance, make=make, tokens=tokens)
-    outcome = simulate(
-        _planner(table, prior), make=make, batch=batch, table=_table(table), tokens=tokens, warm_up=warm_up
-    )
+    make, costs = requests_of(MIXTURES.get(chance, chance), confidence=confidence), _table(table)
+    outcome = simulate(_planner(table, prior), make=make, batch=batch, table=costs, tokens=tokens, warm_up=warm_up)
+    plain, *fixed = (outcome.fixed_rate(depth, batch=batch, table=costs) for depth in range(8))
+    best = max(plain, *fixed)
     assert outcome.rate >= of_best * best, f"{outcome.rate / best:.3f} of the best fixed depth"
     assert outcome.rate >= of_plain * plain, f"{outcome.rate / plain:.3f} of plain decoding"
     return outcome
@@ -187,6 +170,15 @@ def test_the_whole_matrix(table, batch, chance, confidence):
     """From a right measurement where there is one number to measure."""
     prior = chance if isinstance(chance, float) else None
     _check(table, batch, chance, confidence, prior=prior, tokens=4000 + 800 * batch, warm_up=300 * batch)
+
+
+@pytest.mark.parametrize("depth", [0, 3, 7])
+def test_what_a_fixed_depth_makes_of_the_tokens_it_served(depth):
+    """The rate that the planner is compared with, against a run of that very policy."""
+    make, table = requests_of(MIXTURES["thirds"], length=400), _table("cpu")
+    run = simulate(FixedDepth(depth), make=make, batch=4, table=table, tokens=4000)
+    assert run.fixed_rate(depth, batch=4, table=table) == pytest.approx(run.rate)
+    assert len(run.tokens_by_chances) == 3
 
 
 def test_the_world_is_the_same_for_every_policy():
