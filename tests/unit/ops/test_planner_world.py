@@ -70,6 +70,22 @@ def test_a_wrong_measurement_is_recovered_from(batch, prior, chance):
     _check("cpu", batch, chance, "noise", prior=prior, tokens=2000 * batch, warm_up=800 * batch)
 
 
+@pytest.mark.parametrize(("before", "after"), [(0.05, 0.9), (0.9, 0.05)])
+def test_traffic_that_changes_is_found_out(before, after):
+    """After many requests of one kind, all are of the other."""
+
+    def make(rng, number):
+        chance = before if number < 60 else after
+        draft = [0.97] * 7, [chance] * 7
+        return Request(number, max(16, round(rng.expovariate(1 / 150))), {"dfly": lambda step: draft}, (chance,) * 7)
+
+    table = _table("cpu")
+    outcome = simulate(_planner("cpu", before), make=make, batch=4, table=table, tokens=6000, warm_up=13_000)
+    assert len(outcome.tokens_by_chances) == 1, "the change lies in the warm-up"
+    best = max(outcome.fixed_rate(depth, batch=4, table=table) for depth in range(8))
+    assert outcome.rate >= 0.98 * best, f"{outcome.rate / best:.3f} of the best fixed depth"
+
+
 def test_noise_for_confidences_costs_little():
     _check("cpu", 8, 0.7, "noise", prior=0.7, tokens=6000, warm_up=800)
 
