@@ -29,7 +29,7 @@ from angelspec.core.workloads import Workload
 
 SWITCH_DISCOUNT = 0.02
 """Share of the expected tokens that a request forgoes on a drafter other than the one it uses now."""
-PROBE_SHARE = 0.004
+PROBE_SHARE = 0.005
 """Share of all tokens that probes may cost."""
 _PROBE_RESERVE, _PROBE_RESERVE_LEAST = 1.5, 6.0
 """The most that is saved up for probes: in tokens per row of the batch, but no less than so many tokens, so that even
