@@ -207,8 +207,9 @@ def test_the_whole_matrix(table, batch, chance, confidence):
     [("cpu", 16, 0.5), ("cpu", 64, 0.5), ("dear", 1, 0.7), ("dear", 2, 0.8), ("dear", 8, 0.9), ("dear", 16, 0.95)],
 )
 def test_in_the_long_run(table, batch, chance, confidence):
-    """The cells of the matrix that take longest to learn."""
-    _check(table, batch, chance, confidence, prior=chance, tokens=6000, warm_up=20_000 + 1000 * batch)
+    """The cells of the matrix that take longest to learn; a lone request's bad luck may still cost 3 %."""
+    tokens, warm_up = 6000, 20_000 + 1000 * batch
+    _check(table, batch, chance, confidence, prior=chance, tokens=tokens, warm_up=warm_up, of_best=0.97)
 
 
 @pytest.mark.parametrize("depth", [0, 3, 7])
