@@ -3,12 +3,15 @@
 A closed loop of fixed concurrency: a request that is done is replaced by the next. Request n is the same for every
 policy (its length, its acceptance, its confidences), only the order of events differs. Throughput is the sum of
 *expected* tokens over the sum of seconds, which is far less noisy than counting the tokens that chance granted; what
-the policy learns from is what chance granted.
+the policy learns from is what chance granted. What a fixed depth makes of the very tokens that a policy served follows
+without chance (``Outcome.fixed_rate``), so that a comparison does not hang on who happened to be served.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -81,6 +84,8 @@ class Request:
     """Tokens of its answer."""
     drafts: dict[str, Callable[[random.Random], Draft]]
     """By drafter: what it would propose next."""
+    chances: tuple[float, ...] = ()
+    """Of each proposal given those before it, where they are the same at every step and for every drafter."""
     workload: Workload = "chat"
     done: int = 0
     chance: random.Random = field(default_factory=random.Random)
@@ -129,7 +134,8 @@ def requests_of(
             return propose
 
         drafts = {name: draft(depth) for name, depth in (depths or {"dfly": 7}).items()}
-        return Request(number, max(16, round(rng.expovariate(1 / length))), drafts)
+        constant = () if confidence == "steps" else tuple(chances)
+        return Request(number, max(16, round(rng.expovariate(1 / length))), drafts, constant)
 
     return make
 
@@ -144,10 +150,24 @@ class Outcome:
     drafted_rows: int = 0
     rows: int = 0
     kept: int = 0
+    tokens_by_chances: Counter[tuple[float, ...]] = field(default_factory=Counter)
+    """Of ``Request.chances``."""
 
     @property
     def rate(self) -> float:
         return self.tokens / self.seconds
+
+    def fixed_rate(self, depth: int, *, batch: int, table: StepCosts, drafter: str = "dfly") -> float:
+        """Tokens per second if every request had been served the same tokens at a fixed depth (0: plain decoding).
+
+        A request that commits e tokens per step needs t / e steps for t tokens, and ``batch`` rows run at a time.
+        """
+        steps = 0.0
+        for chances, tokens in self.tokens_by_chances.items():
+            assert len(chances) >= depth, "this world's requests have no constant chances"
+            steps += tokens / (1 + sum(itertools.accumulate(chances[:depth], lambda a, b: a * b)))
+        drafted = {drafter: batch} if depth else {}
+        return self.tokens / (steps / batch * table.seconds(batch, drafted=drafted, slots=batch * (depth + 1)))
 
 
 def simulate(
@@ -187,27 +207,29 @@ def simulate(
         key = (tuple(sorted(counts.items())), batch + sum(kept))
         if key not in cached:
             cached[key] = table.seconds(batch, drafted=counts, slots=batch + sum(kept))
-        accepted, expected = [], 0.0
+        accepted, expected = [], []
         for request, (_, true), number_kept in zip(running, drafts, kept, strict=True):
-            hits, survival, alive = 0, 1.0, True
-            expected += 1
+            hits, survival, tokens_of_row, alive = 0, 1.0, 1.0, True
             for chance in true[:number_kept]:
                 survival *= chance
-                expected += survival
+                tokens_of_row += survival
                 alive = alive and request.chance.random() < chance
                 hits += alive
+            expected.append(tokens_of_row)
             accepted.append(hits)
             request.done += hits + 1
         policy.observe(accepted)
         if warm < warm_up:
-            warm += expected
+            warm += sum(expected)
         else:
-            outcome.tokens += expected
+            outcome.tokens += sum(expected)
             outcome.seconds += cached[key]
             outcome.steps += 1
             outcome.rows += batch
             outcome.drafted_rows += sum(counts.values())
             outcome.kept += sum(kept)
+            for request, tokens_of_row in zip(running, expected, strict=True):
+                outcome.tokens_by_chances[request.chances] += tokens_of_row
         for request in [request for request in running if request.done >= request.length]:
             running.remove(request)
             policy.close(request)

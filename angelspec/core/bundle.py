@@ -92,6 +92,7 @@ class RouteRule(BaseModel):
     """A drafter's name, ``ar`` or ``auto``."""
 
     def holds(self, *, workload: Workload, mode: Mode | None) -> bool:
+        """Whether the rule is for a request of this workload and mode."""
         return self.workload in (None, workload) and self.mode in (None, mode)
 
 

@@ -1,12 +1,14 @@
 """What a drafter's confidence is worth: the chance that a proposal is accepted, given its confidence and position.
 
-    logit P(accepted | those before it were) = slope * logit(confidence) + position_k + request
+    logit P(accepted | those before it were) = slope * logit(confidence) + common + position_k + request
 
-``slope`` starts at 1 and ``position_k`` at 0: before anything is known, a confidence of 0.9 means 0.9. ``request`` is
-how much easier or harder than its peers one request is. All of them are learnt from verified proposals alone, by one
-damped Newton step of logistic regression per outcome: an outcome moves each term in proportion to how little is known
-about it. What is known is counted as Fisher information, and capped so that the past fades. How much requests differ
-is learnt as well, from those that ended: where they do not, one request's luck moves little.
+``slope`` starts at 1, the other terms at 0: before anything is known, a confidence of 0.9 means 0.9. ``common`` is
+learnt at every position, so that one which was always cut is judged by those that were not, and is not stuck with what
+was believed at first. ``request`` is how much easier or harder than its peers one request is. All of them are learnt
+from verified proposals alone, by one damped Newton step of logistic regression per outcome: an outcome moves each term
+in proportion to how little is known about it. What is known is counted as Fisher information, and capped so that the
+past fades. How much requests differ is learnt as well, from those that ended: where they do not, one request's luck
+moves little.
 
 Pure arithmetic in a fixed order: ranks that see the same outcomes hold equal numbers.
 """
@@ -24,7 +26,8 @@ _SUREST = 0.99
 """A confidence further out, either way, is taken for this."""
 _FARTHEST = math.log(_SUREST / (1 - _SUREST))
 _SLOPE_INFORMATION, _SLOPE_MOST = 4.0, 800.0
-_POSITION_INFORMATION, _POSITION_MOST = 2.0, 200.0
+_COMMON_INFORMATION, _COMMON_MOST = 2.0, 400.0
+_POSITION_INFORMATION, _POSITION_MOST = 4.0, 200.0
 """Information at the start and at most. An outcome at p carries p (1 - p): 0.25 where it is wide open."""
 _REQUEST_MOST = 12.0
 """Information about one request from its own outcomes: at most so much, the older giving way."""
@@ -56,7 +59,7 @@ class Calibration(BaseModel):
     slope_information: float = Field(default=_SLOPE_INFORMATION, gt=0, allow_inf_nan=False)
     """How well the slope is known."""
     position_logits: tuple[float, ...] = ()
-    """Added by position, from the first; positions that are not named add 0."""
+    """Added by position, from the first, the common term included; positions that are not named add 0."""
     position_information: tuple[float, ...] = ()
     """How well each of them is known."""
     spread: float = Field(default=_SPREAD, gt=0, allow_inf_nan=False)
@@ -95,6 +98,7 @@ class AcceptanceModel:
         start = Calibration() if start is None else start
         missing = depth - len(start.position_logits)
         self._slope, self._slope_information = start.slope, start.slope_information
+        self._common, self._common_information = 0.0, _COMMON_INFORMATION
         self._positions = [*start.position_logits[:depth], *[0.0] * missing]
         self._position_information = [*start.position_information[:depth], *[_POSITION_INFORMATION] * missing]
         self._spread, self._spread_weight = start.spread, _SPREAD_WEIGHT
@@ -107,8 +111,8 @@ class AcceptanceModel:
         Args:
             evidence: of the confidences of one draft, from the function of that name.
         """
-        slope, effect, exp = self._slope, request.value, math.exp
-        return [1 / (1 + exp(-slope * x - place - effect)) for x, place in zip(evidence, self._positions, strict=False)]
+        slope, same, exp = self._slope, self._common + request.value, math.exp
+        return [1 / (1 + exp(-slope * x - place - same)) for x, place in zip(evidence, self._positions, strict=False)]
 
     def learn(self, evidence: Sequence[float], request: RequestEffect, *, verified: int, accepted: int) -> None:
         """Learn from one row's step: ``accepted`` of its first ``verified`` proposals; what was cut says nothing."""
@@ -125,21 +129,21 @@ class AcceptanceModel:
             self._excess = self._excess * _SPREAD_FADES + request.surprise**2 - request.variance
             self._spread_weight = self._spread_weight * _SPREAD_FADES + request.variance**2
             self._spread = max(self._excess / self._spread_weight, _SPREAD_LEAST)
-            self._positions = [position + _CENTRE * request.value for position in self._positions]
+            self._common += _CENTRE * request.value
 
     def stored(self) -> Calibration:
         """What has been learnt so far."""
         return Calibration(
             slope=self._slope,
             slope_information=self._slope_information,
-            position_logits=tuple(self._positions),
+            position_logits=tuple(self._common + position for position in self._positions),
             position_information=tuple(self._position_information),
             spread=self._spread,
             outcomes=self._outcomes,
         )
 
     def _learn(self, k: int, evidence: float, request: RequestEffect, *, hit: bool) -> None:
-        peers = self._slope * evidence + self._positions[k]
+        peers = self._slope * evidence + self._common + self._positions[k]
         chance, like_peers = 1 / (1 + math.exp(-peers - request.value)), 1 / (1 + math.exp(-peers))
         error, worth = hit - chance, max(chance * (1 - chance), 0.01)
         if request.variance < _REQUEST_MOST:
@@ -149,12 +153,15 @@ class AcceptanceModel:
         request.information += worth
         self._slope_information = min(self._slope_information + evidence * evidence * worth, _SLOPE_MOST)
         self._position_information[k] = min(self._position_information[k] + worth, _POSITION_MOST)
+        self._common_information = min(self._common_information + worth, _COMMON_MOST)
         by_slope = evidence / self._slope_information
+        by_common = 1 / self._common_information
         by_position = 1 / self._position_information[k]
         by_request = 1 / (1 / self._spread + request.information)
-        whole = abs(error) * (evidence * by_slope + by_position + by_request)
+        whole = abs(error) * (evidence * by_slope + by_common + by_position + by_request)
         error *= min(1.0, _LONGEST_STEP / whole) if whole else 1.0
         self._slope += error * by_slope
+        self._common += error * by_common
         self._positions[k] += error * by_position
         request.value += error * by_request
         self._outcomes += 1

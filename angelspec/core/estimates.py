@@ -29,7 +29,7 @@ from angelspec.core.workloads import Workload
 
 SWITCH_DISCOUNT = 0.02
 """Share of the expected tokens that a request forgoes on a drafter other than the one it uses now."""
-PROBE_SHARE = 0.004
+PROBE_SHARE = 0.005
 """Share of all tokens that probes may cost."""
 _PROBE_RESERVE, _PROBE_RESERVE_LEAST = 1.5, 6.0
 """The most that is saved up for probes: in tokens per row of the batch, but no less than so many tokens, so that even
@@ -90,9 +90,11 @@ class _Peers(_Mean):
 
 def _shifted(survivals: Sequence[float], logits: float) -> list[float]:
     """Survivals with every conditional acceptance moved by so many logits."""
+    if not logits:
+        return list(survivals)
     odds, before, product, shifted = math.exp(logits), 1.0, 1.0, []
     for survival in survivals:
-        chance = min(survival / before, 1.0) if before > 0 else 0.0
+        chance = 1.0 if survival >= before > 0 else survival / before if before > 0 else 0.0
         product *= chance * odds / (1 - chance + chance * odds)
         before = survival
         shifted.append(product)

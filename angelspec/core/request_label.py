@@ -159,6 +159,7 @@ class RequestRecord:
 
     @property
     def metadata(self) -> RequestMetadata:
+        """What the answer says of the steps so far."""
         counts = self.counts
         steps = counts.verify_steps
         return RequestMetadata(

@@ -156,6 +156,7 @@ def shown(table: dict[Workload, Counter[Workload]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """The two commands; None: the process's own arguments."""
     parser = argparse.ArgumentParser(prog="python -m angelspec.data.classifier_training", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     fitting = commands.add_parser("fit", help="fit weights and write them")

@@ -127,45 +127,51 @@ class _Search:
         self._verify = costs.verify(len(rows))
         self._names = sorted({name for row in rows for name in row.survivals})
         self._depths = [max(len(row.survivals.get(name, ())) for row in rows) for name in self._names]
-        self._survival_NBK = np.zeros((len(self._names), len(rows), max(self._depths, default=0)))
-        self._allowed_NB = np.zeros((len(self._names), len(rows)), dtype=bool)
-        for n, name in enumerate(self._names):
-            for b, row in enumerate(rows):
-                if name in row.survivals:
-                    self._survival_NBK[n, b, : len(row.survivals[name])] = row.survivals[name]
-                    self._allowed_NB[n, b] = True
-        forced_B = np.array([row.forced for row in rows], dtype=bool) & self._allowed_NB.any(axis=0)
-        self._free_B = ~forced_B & self._allowed_NB.any(axis=0)
-        most = np.where(self._allowed_NB, self._survival_NBK.sum(axis=2), -1.0)
-        self._forced_B = np.where(forced_B, most.argmax(axis=0) if self._names else 0, -1)
+        deepest = max(self._depths, default=0)
+        offers = [[row.survivals.get(name, ()) for row in rows] for name in self._names]
+        padded = [[[*offer, *[0.0] * (deepest - len(offer))] for offer in of_name] for of_name in offers]
+        nothing = [[0.0] * deepest] * len(rows)  # last, where the choice of -1 finds it
+        self._survival_NBK = np.array([*padded, nothing])
+        self._rows_B = np.arange(len(rows))
+        self._allowed_NB = np.array(
+            [[name in row.survivals for row in rows] for name in self._names], dtype=bool
+        ).reshape(len(self._names), len(rows))
+        served_B = self._allowed_NB.any(axis=0)
+        forced_B = np.array([row.forced for row in rows], dtype=bool) & served_B
+        self._free_B = ~forced_B & served_B
+        self._forced_B = np.full(len(rows), -1)
+        if forced_B.any():
+            most_NB = np.where(self._allowed_NB, self._survival_NBK[:-1].sum(axis=2), -1.0)
+            self._forced_B = np.where(forced_B, most_NB.argmax(axis=0), -1)
+        self._row_seconds_N = [self._row_seconds(name) for name in self._names]
+        self._found: dict[bytes, _Option] = {}
+        self._worth: tuple[float, np.ndarray] = (0.0, np.empty(0))
 
     def best(self) -> DraftPlan:
         best = self._evaluate(self._forced_B)
-        if best.seconds is None or not self._free_B.any():
-            return best
-        for active in _subsets(range(len(self._names))):
-            for _ in range(2):  # the second time at the rate that the first one found
-                found = max((self._evaluate(choice_B) for choice_B in self._candidates(active, best)), key=_rate)
-                if _rate(found) <= _rate(best):
-                    break
-                best = found
-        return best
+        if best.rate and self._free_B.any():
+            for active in _subsets(range(len(self._names))):
+                for _ in range(2):  # the second time at the rate that the first one found
+                    candidates = self._candidates(active, best.rate)
+                    found = max((self._evaluate(choice_B) for choice_B in candidates), key=lambda option: option.rate)
+                    if found.rate <= best.rate:
+                        break
+                    best = found
+        drafters = tuple(self._names[n] if n >= 0 else None for n in best.choice_B.tolist())
+        return DraftPlan(drafters, best.expected_tokens, best.expected_tokens / best.rate if best.rate else None)
 
-    def _candidates(self, active: Sequence[int], best: DraftPlan) -> list[np.ndarray]:
-        """Assignments of the rows that are worth most, at the rate of the best plan, to the active drafters."""
-        rate, verify = _rate(best), self._verify
-        assert verify is not None
-        slot_price = rate * float(verify[-1] - verify[0]) / max(len(verify) - 1, 1)
-        worth_NB = np.full((len(active), self._batch), -np.inf)
-        for i, n in enumerate(active):
-            one, all_rows = (self._costs.draft({self._names[n]: rows}) for rows in (1, self._batch))
-            if one is None or all_rows is None:
-                return [self._forced_B]
-            row_price = rate * (all_rows - one) / max(self._batch - 1, 1)
-            gain_B = np.maximum(self._survival_NBK[n] - slot_price, 0.0).sum(axis=1) - row_price
-            worth_NB[i] = np.where(self._allowed_NB[n] & self._free_B, gain_B, -np.inf)
-        worth_B, drafter_B = worth_NB.max(axis=0), np.asarray(active)[worth_NB.argmax(axis=0)]
-        order = np.argsort(-worth_B, kind="stable")
+    def _row_seconds(self, name: str) -> float | None:
+        """What one more row costs to draft for, on average."""
+        one, all_rows = (self._costs.draft({name: rows}) for rows in (1, self._batch))
+        return None if one is None or all_rows is None else (all_rows - one) / max(self._batch - 1, 1)
+
+    def _candidates(self, active: Sequence[int], rate: float) -> list[np.ndarray]:
+        """Assignments of the rows that are worth most, at a rate, to the active drafters."""
+        if any(self._row_seconds_N[n] is None for n in active):
+            return [self._forced_B]
+        worth_NB = self._worth_at(rate)[list(active)]
+        worth_B, drafter_B = worth_NB.max(axis=0), np.array(active)[worth_NB.argmax(axis=0)]
+        order = (-worth_B).argsort(kind="stable")
         possible, paying = int((worth_B > -np.inf).sum()), int((worth_B > 0).sum())
         candidates = []
         for count in sorted({min(1, possible), (paying + 1) // 2, paying, possible} - {0}):
@@ -174,28 +180,55 @@ class _Search:
             candidates.append(choice_B)
         return candidates or [self._forced_B]
 
-    def _evaluate(self, choice_B: np.ndarray) -> DraftPlan:
-        """The plan of an assignment at its best K."""
-        batch, counts = self._batch, np.bincount(choice_B[choice_B >= 0], minlength=len(self._names)).tolist()
-        drafters = tuple(self._names[n] if n >= 0 else None for n in choice_B.tolist())
+    def _worth_at(self, rate: float) -> np.ndarray:
+        """[N, B]: tokens that drafting for a row gains beyond the price of its own time; -inf where it may not be."""
+        if self._worth[0] != rate:
+            verify = self._verify
+            assert verify is not None
+            slot_price = rate * float(verify[-1] - verify[0]) / max(len(verify) - 1, 1)
+            row_price_N = rate * np.array([seconds or 0.0 for seconds in self._row_seconds_N])
+            gain_NB = np.maximum(self._survival_NBK[:-1] - slot_price, 0.0).sum(axis=2) - row_price_N[:, None]
+            self._worth = rate, np.where(self._allowed_NB & self._free_B, gain_NB, -np.inf)
+        return self._worth[1]
+
+    def _evaluate(self, choice_B: np.ndarray) -> _Option:
+        """An assignment at its best K."""
+        key = choice_B.tobytes()
+        if key not in self._found:
+            self._found[key] = self._evaluated(choice_B)
+        return self._found[key]
+
+    def _evaluated(self, choice_B: np.ndarray) -> _Option:
+        batch, choices = self._batch, choice_B.tolist()
+        counts = [choices.count(n) for n in range(len(self._names))]
         draft = self._costs.draft({name: rows for name, rows in zip(self._names, counts, strict=True) if rows})
         if draft is None or self._verify is None:
-            return DraftPlan(drafters, float(batch), None)
-        rows = np.flatnonzero(choice_B >= 0)
-        ranked = np.sort(self._survival_NBK[choice_B[rows], rows].ravel())[::-1]
-        tokens = batch + np.concatenate(([0.0], np.cumsum(ranked)))
-        seconds = draft + self._verify[: len(tokens)]
+            return _Option(choice_B, float(batch), 0.0)
+        gains = self._survival_NBK[choice_B, self._rows_B].ravel()
+        gains.sort()
+        slots = sum(counts) * self._survival_NBK.shape[2]
+        tokens = np.empty(slots + 1)
+        tokens[0] = batch
+        tokens[1:] = gains[::-1][:slots]
+        tokens = tokens.cumsum()
+        rates = tokens / (draft + self._verify[: slots + 1])
         if self._ratios is None:
-            best = int(np.argmax(tokens / seconds))
+            best = int(rates.argmax())
         else:
             offered = batch + sum(rows * depth for rows, depth in zip(counts, self._depths, strict=True))
             budgets = {slot_budget(ratio, batch_size=batch, offered=offered) - batch for ratio in self._ratios}
-            best = max(sorted(budgets), key=lambda slots: tokens[slots] / seconds[slots])
-        return DraftPlan(drafters, float(tokens[best]), float(seconds[best]))
+            best = max(sorted(budgets), key=lambda slots: rates[slots])
+        return _Option(choice_B, float(tokens[best]), float(rates[best]))
 
 
-def _rate(plan: DraftPlan) -> float:
-    return plan.expected_tokens / plan.seconds if plan.seconds is not None else 0.0
+@dataclass(frozen=True, eq=False)
+class _Option:
+    """An assignment of the rows."""
+
+    choice_B: np.ndarray
+    expected_tokens: float
+    rate: float
+    """Expected tokens per second; 0 where costs are not known."""
 
 
 def _subsets(items: Sequence[int]) -> list[tuple[int, ...]]:

@@ -83,8 +83,22 @@ def test_what_was_cut_teaches_nothing():
     assert model.stored() == AcceptanceModel(4).stored() and effect == RequestEffect()
     model.learn(evidence([0.9, 0.2, 0.8, 0.8]), effect, verified=2, accepted=1)  # a hit, a miss, two cut
     assert model.stored().outcomes == 2
-    assert model.stored().position_logits[2:] == (0.0, 0.0)
-    assert model.stored().position_logits[0] > 0 > model.stored().position_logits[1]
+    only = AcceptanceModel(4)
+    only.learn(evidence([0.9, 0.2]), RequestEffect(), verified=2, accepted=1)
+    assert model.stored() == only.stored()  # whatever the confidence of what was cut
+    hit, miss, *cut = model.stored().position_logits
+    assert cut[0] == cut[1] and hit > cut[0] > miss
+
+
+def test_a_position_that_is_always_cut_is_judged_by_those_before_it():
+    """Or else depth collapses: what was believed at first would keep it from ever being tried."""
+    for chance in (0.95, 0.1):
+        model, rng = AcceptanceModel(7), random.Random(1)
+        for _ in range(400):
+            accepted = next((k for k in range(3) if rng.random() >= chance), 3)
+            drafted = evidence([rng.random() for _ in range(7)])
+            model.learn(drafted, RequestEffect(), verified=3, accepted=accepted)
+        assert model.predict(evidence([0.5] * 7), RequestEffect())[3:] == pytest.approx([chance] * 4, abs=0.13)
 
 
 def test_after_a_miss_the_rest_teaches_nothing():

@@ -67,6 +67,8 @@ def test_only_the_rows_that_are_worth_it_are_drafted_for():
     rows = [_row(0.05), _row(0.9), _row(0.05), _row(0.9)]
     assert plan_drafting(rows, costs=_curves(block=(0.002, 0.02))).drafters == (None, "dfly", None, "dfly")
     assert plan_drafting(rows, costs=_curves(block=(0.02, 0.0))).drafters.count("dfly") >= 2
+    rows = [_row(0.9)] * 3 + [_row(0.05)] * 5
+    assert plan_drafting(rows, costs=_curves(slot=0.0002, block=(0.002, 0.02))).drafters == ("dfly",) * 3 + (None,) * 5
 
 
 def test_each_row_has_its_own_drafter():
