@@ -43,9 +43,7 @@ def draw(sampler: Any, logits_NV: Tensor, sampling_info: Any, *, row_N: Tensor, 
         return logits_NV.argmax(dim=-1)
     from sglang_ext.compat import LogitsProcessorOutput
 
-    per_slot = {
-        name: value[row_N] for name in _PER_ROW if (value := getattr(sampling_info, name, None)) is not None
-    }
+    per_slot = {name: value[row_N] for name in _PER_ROW if (value := getattr(sampling_info, name, None)) is not None}
     info = dataclasses.replace(
         sampling_info,
         **per_slot,
@@ -77,8 +75,6 @@ def accept(drawn_N: Tensor, draft_BK: Tensor, *, row_N: Tensor, offset_N: Tensor
     batch, depth = draft_BK.shape
     tokens_BW = drawn_N.new_zeros(batch, depth + 1)
     tokens_BW[row_N, offset_N] = drawn_N
-    agrees_BK = (tokens_BW[:, :depth] == draft_BK) & (
-        torch.arange(depth, device=draft_BK.device) < kept_B.unsqueeze(1)
-    )
+    agrees_BK = (tokens_BW[:, :depth] == draft_BK) & (torch.arange(depth, device=draft_BK.device) < kept_B.unsqueeze(1))
     correct_B = agrees_BK.to(torch.int64).cumprod(dim=1).sum(dim=1)
     return Accepted(tokens_BW, correct_B, tokens_BW.gather(1, correct_B.unsqueeze(1)).squeeze(1))

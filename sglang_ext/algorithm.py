@@ -78,7 +78,11 @@ def refuse_unsupported(server_args: Any) -> None:
     wrong = []
     for field, (needed, name) in _UNSUPPORTED.items():
         value = getattr(server_args, field, needed)
-        if value != needed and not (value is None and needed in (False, "null", 1)) and not (value == [] and needed is None):
+        if (
+            value != needed
+            and not (value is None and needed in (False, "null", 1))
+            and not (value == [] and needed is None)
+        ):
             wrong.append(name)
     if wrong:
         raise UnsupportedError(

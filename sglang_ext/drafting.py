@@ -103,9 +103,7 @@ class DraftRunner:
         """Enter what waits of the slots whose ring could not take ``room`` more tokens."""
         for name in drafters:
             full = [
-                i
-                for i, slot in enumerate(slots)
-                if self.pending.waiting(name, slot) + room > self.pending.capacity
+                i for i, slot in enumerate(slots) if self.pending.waiting(name, slot) + room > self.pending.capacity
             ]
             if full:
                 self.enter([name], [slots[i] for i in full], anchors=anchors[full])

@@ -11,7 +11,7 @@ from sglang_ext.settings import current_plan
 
 _COMPONENTS = "sglang.srt.managers.scheduler_components."
 SWITCH = "angelspec_speculation"
-"""Key of ``/set_internal_state``: on or off."""
+"""Key of ``/set_internal_state``: 1 is on, 0 is off (SGLang takes numbers alone)."""
 
 
 def register() -> None:
@@ -44,11 +44,11 @@ def _update_handlers(original: Any, controller: Any) -> Any:
     from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
 
     def validate(key: str, value: Any) -> None:
-        if value not in ("on", "off"):
-            raise UpdateRejected(f"{key} must be 'on' or 'off', got {value!r}.")
+        if value not in (0, 1):
+            raise UpdateRejected(f"{key} must be 1 (on) or 0 (off), got {value!r}.")
 
     def apply(key: str, value: Any) -> None:
-        controller.scheduler.draft_worker.set_speculation(value == "on")
+        controller.scheduler.draft_worker.set_speculation(value == 1)
 
     return {**original(controller), SWITCH: _UpdateHandler(validate, apply)}
 

@@ -37,7 +37,9 @@ def _convert_chat(original: Any, serving: Any, request: Any, *args: Any, **kwarg
     bundle = current_plan().bundle
     label = _parse(request.custom_params)
     adapted, processed = original(serving, request, *args, **kwargs)
-    messages = [message.model_dump() if hasattr(message, "model_dump") else dict(message) for message in request.messages]
+    messages = [
+        message.model_dump() if hasattr(message, "model_dump") else dict(message) for message in request.messages
+    ]
     mode = mode_family(bundle.target.mode_family).mode_of(request.chat_template_kwargs or {})
     found = complete_label(label, bundle=bundle, workload=classify(messages).workload, mode=mode, mode_known=True)
     _attach(adapted, found)
@@ -148,7 +150,9 @@ async def _stream_content(original: Any, serving: Any, *args: Any, **kwargs: Any
     async for chunk in original(serving, *args, **kwargs):
         if answer is not None and request.return_spec_tokens_details and chunk.startswith(_DATA):
             document = json.loads(chunk[len(_DATA) :])
-            pieces = answer.pieces(content["output_ids"], incremental=serving.tokenizer_manager.incremental_streaming_output)
+            pieces = answer.pieces(
+                content["output_ids"], incremental=serving.tokenizer_manager.incremental_streaming_output
+            )
             document["angelspec"] = {"metadata": answer.metadata(), "pieces": pieces}
             chunk = f"{_DATA}{json.dumps(document)}\n\n"
         yield chunk

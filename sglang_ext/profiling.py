@@ -206,5 +206,3 @@ class Profiler:
             return self._drafts.draft(name, rows).confidence_BK.tolist()
 
         return run
-
-

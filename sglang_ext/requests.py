@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from angelspec.core.bundle import PLAIN, Bundle
+from angelspec.core.bundle import Bundle
 from angelspec.core.classifier import classify_text
 from angelspec.core.errors import RequestError
 from angelspec.core.modes import MODES, Mode, mode_family
@@ -146,9 +146,7 @@ class RequestBook:
             workload = label["workload"] if label["workload"] in WORKLOADS else "chat"
             mode = label["mode"] if label["mode"] in MODES else None
             wishes = RequestLabel(route=label["route"], ratio=label["dcut"] or None)
-            route = choose_route(
-                self._bundle, wishes, workload=workload, mode=mode, batch_size=batch_size, costs=costs
-            )
+            route = choose_route(self._bundle, wishes, workload=workload, mode=mode, batch_size=batch_size, costs=costs)
         except RequestError as error:  # the HTTP process refuses these; what comes from elsewhere is served plainly
             workload, mode, route = "chat", None, Route((), None, False, None, f"plain: {error}")
         reason = plain_reason(
@@ -165,4 +163,3 @@ class RequestBook:
             plain_because=reason,
             record=RequestRecord(why=why, workload=workload, mode=mode),
         )
-

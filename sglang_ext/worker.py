@@ -25,11 +25,12 @@ from angelspec.ops.step_plan import DraftPlan
 from angelspec.ops.step_planner import Step, StepPlanner
 from sglang_ext import compat
 from sglang_ext.accept import accept, draw
-from sglang_ext.drafting import DraftRows, DraftRunner
 from sglang_ext.answers import TOKENS_KEY, opening
+from sglang_ext.drafting import DraftRows, DraftRunner
 from sglang_ext.metrics import Counters, StepReport
 from sglang_ext.pending import PendingStates
 from sglang_ext.profiling import find_costs
+from sglang_ext.prometheus import Exporter
 from sglang_ext.requests import RequestBook, ServedRequest
 from sglang_ext.settings import current_plan
 
@@ -58,6 +59,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         self.model_runner.model.logits_processor.keep_last_hidden_states = True
         self.requests = RequestBook(self.plan.bundle)
         self.counters = Counters()
+        self._exporter = Exporter() if self.server_args.enable_metrics else None
         self.speculation = True
         """Whether steps may be drafted for; an operator switches it."""
         self._width = self.verify_num_draft_tokens
@@ -131,6 +133,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         for known in ended:
             if known is not None:
                 self.counters.finish(known)
+                if self._exporter is not None:
+                    self._exporter.finish(known)
                 self._planner.close(known.rid)
 
     # ----------------------------------------------------------------------------------------------- prefill
@@ -258,13 +262,15 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
                 other_seconds=prepared - began + ended - verified,
             )
         )
+        if self._exporter is not None:
+            self._exporter.step(result.angelspec_step, [known.workload for known in rows])
         return result
 
     def _follow(self, drafts: DraftRunner, rows: list[ServedRequest], slots: list[int], lengths: list[int]) -> None:
         """Rows whose states were not seen up to here (they should be) begin anew, and are counted."""
         for known, slot, length in zip(rows, slots, lengths, strict=True):
             if known.states_of and drafts.pending.length[slot] != length:
-                self.counters.fall_back("lost states")
+                self._fall_back("lost states")
                 drafts.pending.reset(slot, length)
 
     def _begin(self, rows: list[ServedRequest]) -> Step:
@@ -296,8 +302,13 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
                 values = [0.0] * depth
             confidences[index] = values
 
+    def _fall_back(self, reason: str) -> None:
+        self.counters.fall_back(reason)
+        if self._exporter is not None:
+            self._exporter.fall_back(reason)
+
     def _broken(self, known: ServedRequest, name: str) -> None:
-        self.counters.fall_back("draft not finite")
+        self._fall_back("draft not finite")
         known.broken_drafts += 1
         if known.broken_drafts == _BROKEN_AT_MOST:
             logger.error("drafter %s gives numbers that are not finite: %s goes on without it", name, known.rid)
@@ -312,9 +323,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         """One target forward over every row's anchor and kept proposals."""
         device, width = block_BW.device, self._width
         widths = [number + 1 for number in kept]
-        layout = compat.RaggedVerifyLayout.from_verify_lens(
-            verify_lens_cpu=widths, device=device, grid=[sum(widths)]
-        )
+        layout = compat.RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=widths, device=device, grid=[sum(widths)])
         row_N = torch.tensor([row for row, wide in enumerate(widths) for _ in range(wide)], device=device)
         offset_N = torch.tensor([slot for wide in widths for slot in range(wide)], device=device)
         packed = _Packed(
@@ -389,7 +398,10 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             by_mode.setdefault(rows[index].states_of, []).append(index)
         for names, indices in by_mode.items():
             drafts.make_room(
-                names, [slots[i] for i in indices], anchors=block_BW[indices, 0], room=max(committed[i] for i in indices)
+                names,
+                [slots[i] for i in indices],
+                anchors=block_BW[indices, 0],
+                room=max(committed[i] for i in indices),
             )
         drafts.pending.append(
             [slots[i] for i in chosen],
