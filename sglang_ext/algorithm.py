@@ -78,11 +78,8 @@ def refuse_unsupported(server_args: Any) -> None:
     wrong = []
     for field, (needed, name) in _UNSUPPORTED.items():
         value = getattr(server_args, field, needed)
-        if (
-            value != needed
-            and not (value is None and needed in (False, "null", 1))
-            and not (value == [] and needed is None)
-        ):
+        unset = value is None or value == []
+        if value != needed and not unset:
             wrong.append(name)
     if wrong:
         raise UnsupportedError(

@@ -76,14 +76,15 @@ class DraftRunner:
         position_N = torch.arange(start, start + count, device=tokens.device)
         for name in drafters:
             lag = self.model.served[name].lag
+            known = slice(0, count - lag)
+            follows = tokens[1:] if lag else tokens  # a drafter without lag does not read what comes after
             if count > lag:
                 self._write(
                     name,
                     Waiting(
-                        taps_NF[: count - lag], hidden_ND[: count - lag], tokens[1 : count - lag + 1] if lag else tokens,
-                        position_N[: count - lag], request_N[: count - lag], position_N[:0],
+                        taps_NF[known], hidden_ND[known], follows, position_N[known], request_N[known], position_N[:0]
                     ),
-                )  # fmt: skip
+                )
             self.pending.enter(name, slot, max(start + count - lag, start))
         self.pending.length[slot] = start + count - 1  # append counts the last one
         self.pending.append([slot], [1], taps_NF=taps_NF[-1:], hidden_ND=hidden_ND[-1:], token_N=tokens[-1:])

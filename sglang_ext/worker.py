@@ -85,7 +85,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         return outcome
 
     def use_costs(self, costs: StepCosts | None) -> None:
-        """Plan by these costs from now on; None: by none, so that only requests which name a drafter are drafted for."""
+        """Plan by these costs from now on; None: by none, so that only rows whose request names a drafter draft."""
         self.costs = costs
         self._planner = StepPlanner.of(self.plan.bundle, costs or StepCosts())
         for known in list(self.requests):
@@ -281,8 +281,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         return self._planner.begin(rids)
 
     def _draft(
-        self, name: str, indices: list[int], rows: list[ServedRequest], slots: list[int], lengths: list[int], batch: Any,
-        block_BW: Tensor, confidences: list[list[float]],
+        self, name: str, indices: list[int], rows: list[ServedRequest], slots: list[int], lengths: list[int],
+        batch: Any, block_BW: Tensor, confidences: list[list[float]],
     ) -> None:  # fmt: skip
         """Draft for some rows; proposals and confidences go where they belong."""
         index_B = torch.tensor(indices, device=block_BW.device)
@@ -397,12 +397,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         for index in chosen:
             by_mode.setdefault(rows[index].states_of, []).append(index)
         for names, indices in by_mode.items():
-            drafts.make_room(
-                names,
-                [slots[i] for i in indices],
-                anchors=block_BW[indices, 0],
-                room=max(committed[i] for i in indices),
-            )
+            room = max(committed[i] for i in indices)
+            drafts.make_room(names, [slots[i] for i in indices], anchors=block_BW[indices, 0], room=room)
         drafts.pending.append(
             [slots[i] for i in chosen],
             [committed[i] for i in chosen],

@@ -79,8 +79,8 @@ class ServedBlock(nn.Module):
     """Committed tokens, the anchor not counted, that have no entry yet when a draft begins."""
 
     def write(
-        self, pool: DraftPool, *, taps_NF: Tensor, hidden_ND: Tensor, next_N: Tensor, position_N: Tensor, slot_N: Tensor,
-        embedding_VD: Tensor,
+        self, pool: DraftPool, *, taps_NF: Tensor, hidden_ND: Tensor, next_N: Tensor, position_N: Tensor,
+        slot_N: Tensor, embedding_VD: Tensor,
     ) -> None:  # fmt: skip
         """Entries of committed tokens, from the target's features at their positions."""
         if self._tap_columns is not None:
@@ -166,8 +166,8 @@ class ServedMtp(nn.Module):
         )
 
     def write(
-        self, pool: DraftPool, *, taps_NF: Tensor, hidden_ND: Tensor, next_N: Tensor, position_N: Tensor, slot_N: Tensor,
-        embedding_VD: Tensor,
+        self, pool: DraftPool, *, taps_NF: Tensor, hidden_ND: Tensor, next_N: Tensor, position_N: Tensor,
+        slot_N: Tensor, embedding_VD: Tensor,
     ) -> None:  # fmt: skip
         """Entries of committed tokens, from the target's last hidden states and the token after each."""
         self._begin(
