@@ -1,0 +1,83 @@
+"""What the scheduler attaches to tokens becomes the answer's metadata, positions and pieces of text."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from angelspec.core.request_label import RequestRecord
+from sglang_ext.answers import AnswerState, opening, step_entries
+from sglang_ext.metrics import Counters, StepReport
+
+
+def report(**changes: object) -> StepReport:
+    facts: dict = {
+        "routes": ["dfly", None],
+        "drafted": [7, 0],
+        "verified": [3, 0],
+        "committed": [3, 1],
+        "draft_seconds": 0.1,
+        "plan_seconds": 0.0,
+        "verify_seconds": 0.2,
+        "other_seconds": 0.0,
+    }
+    return StepReport(**{**facts, **changes})
+
+
+def test_entries_carry_positions_and_the_step_on_its_last_token() -> None:
+    assert step_entries(report(), 0) == [1, 2, [0, "dfly", 3, 7, 3]]
+    assert step_entries(report(), 1) == [[0, "ar", 1, 0, 0]]
+
+
+def test_an_answer_adds_up() -> None:
+    request = SimpleNamespace(
+        record=RequestRecord(why="asked for", workload="code", mode="no-think"), workload="code", mode="no-think"
+    )
+    answer = AnswerState()
+    assert answer.add([opening(request)]) == [0]
+    assert answer.add([*step_entries(report(), 0), None]) == [1, 2, 0, 0]
+    answer.add(step_entries(report(), 1))
+    assert answer.positions == [0, 1, 2, 0, 0, 0]
+    metadata = answer.metadata()
+    assert metadata["why"] == "asked for"
+    assert metadata["workload"] == "code" and metadata["mode"] == "no-think"
+    assert metadata["steps_by_route"] == {"ar": 1, "dfly": 1}
+    assert metadata["verify_steps"] == 2
+    assert metadata["accepted_length"] == 2.0
+    assert metadata["kept_ratio"] == (1 + 3 + 1) / (1 + 7 + 1)
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def test_pieces_wait_for_whole_characters_and_add_up_to_the_text() -> None:
+    text = "a→ü!"
+    ids = list(text.encode())
+    answer = AnswerState(tokenizer=Bytes())
+    answer.positions = [0, 1, 2, 0, 1, 0, 0]
+    first = answer.pieces(ids[:2], incremental=False)
+    rest = answer.pieces(ids, incremental=False)
+    assert [piece["text"] for piece in first] == ["a", ""]
+    assert "".join(piece["text"] for piece in [*first, *rest]) == text
+    assert [piece["position"] for piece in [*first, *rest]] == answer.positions
+    assert answer.pieces(ids, incremental=False) == []
+
+
+def test_counters_tell_mixed_and_cut_steps() -> None:
+    counters = Counters()
+    counters.step(report())
+    counters.step(report(routes=[None, None], drafted=[0, 0], verified=[0, 0], committed=[1, 1]))
+    counters.step(report(routes=["dfly", "dfly"], drafted=[7, 7], verified=[7, 7], committed=[8, 1]))
+    counted = counters.as_dict()
+    assert (counted["steps"], counted["speculative_steps"], counted["mixed_steps"], counted["cut_steps"]) == (
+        3,
+        2,
+        1,
+        1,
+    )
+    assert counted["drafted_slots"] == 2 + 7 + 2 + 2 + 14
+    assert counted["verified_slots"] == 2 + 3 + 2 + 2 + 14
+    assert counted["committed_tokens"] == 4 + 2 + 9

@@ -1,0 +1,155 @@
+"""The law of what is committed equals the target's, whatever is drafted and however it is cut; planted faults show.
+
+A target over three tokens gives probabilities by the last two tokens. Answers of four tokens are drawn by the
+draft-verify loop around ``accept`` and compared with the exact law by a chi-square test.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from sglang_ext.accept import Accepted, accept, draw
+
+TOKENS, LENGTH, ANSWERS = 3, 4, 6000
+TABLE = torch.softmax(
+    torch.randn(TOKENS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(3)).double() * 1.2, dim=-1
+)
+Accept = Callable[..., Accepted]
+
+
+def law() -> dict[tuple[int, ...], float]:
+    """Exact probability of every answer after the prompt (0, 0)."""
+    exact = {}
+    for answer in itertools.product(range(TOKENS), repeat=LENGTH):
+        history, probability = [0, 0], 1.0
+        for token in answer:
+            probability *= float(TABLE[history[-2], history[-1], token])
+            history.append(token)
+        exact[answer] = probability
+    return exact
+
+
+def sample(
+    accept: Accept, *, draft: str, cut: str, draw_slots: Callable[[Tensor, torch.Generator], Tensor] | None = None
+) -> Counter[tuple[int, ...]]:
+    """Answers of many rows, decoded together; the first token of each is drawn plainly, as prefill does."""
+    generator = torch.Generator().manual_seed(11)
+
+    def multinomial(logits_NV: Tensor, generator: torch.Generator) -> Tensor:
+        return torch.multinomial(torch.softmax(logits_NV, -1), 1, generator=generator).squeeze(1)
+
+    draw_slots = draw_slots or multinomial
+    history = torch.zeros(ANSWERS, 2 + LENGTH + 8, dtype=torch.int64)
+    first = torch.multinomial(TABLE[0, 0].expand(ANSWERS, -1), 1, generator=generator).squeeze(1)
+    history[:, 2] = first
+    length = torch.full((ANSWERS,), 3)
+    while int(length.min()) < 2 + LENGTH:
+        rows = (length < 2 + LENGTH).nonzero().squeeze(1)
+        batch, depth = len(rows), 3
+        draft_BK = torch.zeros(batch, depth, dtype=torch.int64)
+        two, one = history[rows, length[rows] - 2], history[rows, length[rows] - 1]
+        for k in range(depth):
+            guess = TABLE[two, one].argmax(-1) if draft == "argmax" else torch.full_like(one, k % TOKENS)
+            draft_BK[:, k] = guess
+            two, one = one, guess
+        if cut == "full":
+            kept_B = torch.full((batch,), depth)
+        else:  # by what was drafted: deterministic drafts allow any rule
+            kept_B = (draft_BK.sum(1) + length[rows]) % (depth + 1)
+        block_BW = torch.cat([history[rows, length[rows] - 1][:, None], draft_BK], dim=1)
+        row_N = torch.repeat_interleave(torch.arange(batch), kept_B + 1)
+        offset_N = torch.cat([torch.arange(int(k) + 1) for k in kept_B])
+        token_N = block_BW[row_N, offset_N]
+        before_N = torch.where(
+            offset_N == 0, history[rows, length[rows] - 2][row_N], block_BW[row_N, (offset_N - 1).clamp(min=0)]
+        )
+        drawn_N = draw_slots(TABLE[before_N, token_N].log(), generator)
+        outcome = accept(drawn_N, draft_BK, row_N=row_N, offset_N=offset_N, kept_B=kept_B)
+        for row, tokens, count in zip(
+            rows.tolist(), outcome.tokens_BW.tolist(), (outcome.correct_B + 1).tolist(), strict=True
+        ):
+            begin = int(length[row])
+            history[row, begin : begin + count] = torch.tensor(tokens[:count])
+            length[row] += count
+    return Counter(map(tuple, history[:, 2 : 2 + LENGTH].tolist()))
+
+
+def p_value(counts: Counter[tuple[int, ...]]) -> float:
+    exact = law()
+    return float(
+        chisquare(
+            [counts[answer] for answer in exact], [ANSWERS * probability for probability in exact.values()]
+        ).pvalue
+    )
+
+
+@pytest.mark.parametrize("cut", ["full", "by what was drafted"])
+@pytest.mark.parametrize("draft", ["argmax", "filler"])
+def test_the_law_is_the_target_s(draft: str, cut: str) -> None:
+    assert p_value(sample(accept, draft=draft, cut=cut)) > 1e-3
+
+
+def always(drawn_N: Tensor, draft_BK: Tensor, **kw: Tensor) -> Accepted:
+    outcome = accept(drawn_N, draft_BK, **kw)
+    tokens_BW = outcome.tokens_BW.clone()
+    inside = torch.arange(draft_BK.shape[1]) < kw["kept_B"].unsqueeze(1)
+    tokens_BW[:, :-1][inside] = draft_BK[inside]
+    return outcome._replace(tokens_BW=tokens_BW, correct_B=kw["kept_B"])
+
+
+def keeps_the_rejected(drawn_N: Tensor, draft_BK: Tensor, **kw: Tensor) -> Accepted:
+    """The bonus is drawn anew from the whole law, so the rejected draft comes back too often."""
+    outcome = accept(drawn_N, draft_BK, **kw)
+    again_N = drawn_N.clone()
+    flip = torch.rand(len(again_N), generator=torch.Generator().manual_seed(int(drawn_N.sum()))) < 0.3
+    again_N[flip] = draft_BK[kw["row_N"], kw["offset_N"].clamp(max=draft_BK.shape[1] - 1)][flip]
+    tokens_BW = outcome.tokens_BW.clone()
+    tokens_BW[kw["row_N"], kw["offset_N"]] = torch.where(
+        kw["offset_N"] == outcome.correct_B[kw["row_N"]], again_N, drawn_N
+    )
+    return outcome._replace(tokens_BW=tokens_BW)
+
+
+def one_past_the_width(drawn_N: Tensor, draft_BK: Tensor, **kw: Tensor) -> Accepted:
+    outcome = accept(drawn_N, draft_BK, **kw)
+    full = (outcome.correct_B == kw["kept_B"]) & (kw["kept_B"] < draft_BK.shape[1])
+    return outcome._replace(correct_B=outcome.correct_B + full)
+
+
+@pytest.mark.parametrize("faulty", [always, keeps_the_rejected, one_past_the_width])
+def test_a_planted_fault_shows(faulty: Accept) -> None:
+    assert p_value(sample(faulty, draft="argmax", cut="by what was drafted")) < 1e-6
+
+
+def test_argmax_acceptance_above_temperature_0_shows() -> None:
+    counts = sample(
+        accept, draft="argmax", cut="full", draw_slots=lambda logits_NV, generator: logits_NV.argmax(dim=-1)
+    )
+    assert p_value(counts) < 1e-6
+
+
+def test_acceptance_stops_at_the_first_difference_and_at_the_width() -> None:
+    draft_BK = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 7]])
+    kept_B = torch.tensor([3, 1, 0])
+    row_N = torch.tensor([0, 0, 0, 0, 1, 1, 2])
+    offset_N = torch.tensor([0, 1, 2, 3, 0, 1, 0])
+    drawn_N = torch.tensor([5, 9, 7, 8, 5, 6, 5])
+    outcome = accept(drawn_N, draft_BK, row_N=row_N, offset_N=offset_N, kept_B=kept_B)
+    assert outcome.correct_B.tolist() == [1, 1, 0]
+    assert outcome.bonus_B.tolist() == [9, 6, 5]
+    assert outcome.tokens_BW[0].tolist() == [5, 9, 7, 8]
+
+
+def test_greedy_batches_take_the_argmax_without_a_sampler() -> None:
+    logits_NV = torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
+    for info in (None, SimpleNamespace(is_all_greedy=True)):
+        drawn = draw(None, logits_NV, info, row_N=torch.tensor([0, 0]), position_N=torch.tensor([4, 5]))
+        assert drawn.tolist() == [1, 0]
