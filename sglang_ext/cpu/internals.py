@@ -79,6 +79,8 @@ USED: tuple[Internal, ...] = (
         ("self", "algorithm", "backend"),
     ),
     Internal(f"{PLATFORMS}.interface.SRTPlatform.init_backend", ("self",)),
+    Internal(f"{PLATFORMS}.interface.SRTPlatform.apply_server_args_defaults", ("self", "server_args")),
+    Internal("sglang.srt.server_args.ServerArgs", fields=("sleep_on_idle",)),
     Internal(
         "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_func",
         (

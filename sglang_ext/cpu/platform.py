@@ -78,6 +78,10 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return extend_cache_locations
 
+    def apply_server_args_defaults(self, server_args) -> None:
+        """The scheduler polls for requests; asleep while it has none, it leaves its core to others."""
+        server_args.sleep_on_idle = True
+
     def init_backend(self) -> None:
         """Plain torch forms of SGLang's operators that cost less than its own."""
         from sglang_ext.cpu.operators import register
