@@ -50,7 +50,11 @@ def _convert_chat(original: Any, serving: Any, request: Any, *args: Any, **kwarg
 async def _generate_request(original: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
     """Label a native request, which a chat is by now, too."""
     if hasattr(obj, "sampling_params") and not getattr(obj, "angelspec_labelled", False):
-        _label_native(obj)
+        try:
+            _label_native(obj)
+        except ValueError:
+            obj.normalize_batch_and_arguments()  # SGLang's clean-up of a refused stream reads what this sets
+            raise
     async for answer in original(manager, obj, *args, **kwargs):
         yield answer
 

@@ -43,6 +43,14 @@ class Counters:
     drafted_slots: int = 0
     verified_slots: int = 0
     committed_tokens: int = 0
+    prefills: int = 0
+    """Rows of prefill steps."""
+    prefix_hits: int = 0
+    """Prefills that began behind a cached prefix."""
+    continued_chunks: int = 0
+    """Prefills that went on where the one before ended."""
+    prefilled_again: int = 0
+    """Prefills of requests that had been decoding: they were retracted."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Rows by reason."""
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -64,6 +72,13 @@ class Counters:
         self.verified_slots += rows + sum(report.verified)
         self.committed_tokens += sum(report.committed)
         return report
+
+    def prefill(self, *, start: int, continues: bool, again: bool) -> None:
+        """Count a row of a prefill step."""
+        self.prefills += 1
+        self.prefix_hits += bool(start) and not continues
+        self.continued_chunks += continues
+        self.prefilled_again += again and not continues
 
     def fall_back(self, reason: str) -> None:
         """A row could not be drafted for as it should have been."""
@@ -88,6 +103,10 @@ class Counters:
             "drafted_slots": self.drafted_slots,
             "verified_slots": self.verified_slots,
             "committed_tokens": self.committed_tokens,
+            "prefills": self.prefills,
+            "prefix_hits": self.prefix_hits,
+            "continued_chunks": self.continued_chunks,
+            "prefilled_again": self.prefilled_again,
             "nan_rows": self.fallbacks["draft not finite"],
             "fallbacks": dict(self.fallbacks),
             "requests": {f"{route}/{workload}": number for (route, workload), number in self.requests.items()},

@@ -35,6 +35,8 @@ class ServedRequest:
     """Why no step of it is drafted for, whatever its route; None: nothing forbids it."""
     record: RequestRecord
     last_step: int = 0
+    prefilled_to: int = 0
+    """Where its last prefill ended."""
     broken_drafts: int = 0
     """Drafts that were not finite."""
 

@@ -159,8 +159,11 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         for known, slot, start, count in zip(self._rows(reqs), slots, starts, counts, strict=True):
             part = slice(begin, begin + count)
             begin += count
-            if drafts.pending.length[slot] != start or start == 0:
+            continues = start > 0 and drafts.pending.length[slot] == start and known.prefilled_to == start
+            if not continues:
                 drafts.pending.reset(slot, start)
+            known.prefilled_to = start + count
+            self.counters.prefill(start=start, continues=continues, again=bool(known.record.steps))
             if known.states_of:
                 drafts.prefill(
                     known.states_of, slot, start, tokens=ids[part], taps_NF=taps_NF[part], hidden_ND=hidden_ND[part]

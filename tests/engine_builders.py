@@ -8,22 +8,23 @@ import torch
 import yaml
 
 from angelspec.core.drafter_config import BlockDrafterConfig, MtpDrafterConfig
-from angelspec.core.geometry import Rope
+from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.drafters.checkpoint import save_drafter
 from angelspec.drafters.families import build_drafter
 
+GEOMETRY = KNOWN_TARGETS["tiny-llama"].geometry
 SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 258,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 2048,
-    "rope": Rope(theta=10000.0),
-    "target_hidden_size": 64,
-    "target_num_layers": 4,
+    "hidden_size": GEOMETRY.hidden_size,
+    "intermediate_size": GEOMETRY.intermediate_size,
+    "num_heads": GEOMETRY.num_heads,
+    "num_kv_heads": GEOMETRY.num_kv_heads,
+    "head_dim": GEOMETRY.head_dim,
+    "vocab_size": GEOMETRY.vocab_size,
+    "rms_norm_eps": GEOMETRY.rms_norm_eps,
+    "max_position_embeddings": GEOMETRY.max_position_embeddings,
+    "rope": GEOMETRY.rope,
+    "target_hidden_size": GEOMETRY.hidden_size,
+    "target_num_layers": GEOMETRY.num_layers,
 }
 DRAFTERS = {
     "mtp": MtpDrafterConfig(num_depths=3, **SHAPE),
@@ -37,20 +38,6 @@ DRAFTERS = {
     ),
 }  # fmt: skip
 DEPTHS = {"mtp": 3, "dfly": 7, "dspark": 4}
-
-
-def write_tiny_target(folder: Path) -> Path:
-    """A Llama of random weights with the geometry of ``SHAPE``, varied enough that answers don't repeat at once."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, vocab_size=258, max_position_embeddings=2048, rms_norm_eps=1e-6, initializer_range=0.15,
-        bos_token_id=256, eos_token_id=257, tie_word_embeddings=False,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def write_tiny_bundle(folder: Path, *, target: Path | None = None, costs: bool = True) -> Path:

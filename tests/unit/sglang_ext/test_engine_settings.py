@@ -14,7 +14,7 @@ from angelspec.core.errors import BundleError
 from angelspec.drafters.checkpoint import save_drafter
 from angelspec.drafters.families import build_drafter
 from sglang_ext import settings
-from tests.engine_builders import DRAFTERS, write_tiny_bundle
+from tests.engine_builders import DRAFTERS, GEOMETRY, write_tiny_bundle
 
 
 @pytest.fixture
@@ -97,4 +97,4 @@ def test_shapes_that_cannot_share_a_pool(bundle: Bundle, key: str, value: int) -
 
 def test_the_last_layer_cannot_be_tapped(bundle: Bundle) -> None:
     with pytest.raises(BundleError, match="last layer"):
-        settings.place_drafters(rewritten(bundle, target_layer_ids=(1, 3)))
+        settings.place_drafters(rewritten(bundle, target_layer_ids=(1, GEOMETRY.num_layers - 1)))

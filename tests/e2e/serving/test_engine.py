@@ -1,0 +1,257 @@
+"""The extension in a real engine on a CPU: every output equals stock SGLang's, whatever is mixed, cut or interrupted.
+
+The target is tiny and random. Its own answers, recorded by the stock engine, feed a replay drafter, so that drafts are
+really accepted; the other drafters are random. Two engines run one after the other, each with everything at once:
+overlap, radix cache, chunked prefill and a pool so small that requests are retracted; then no overlap and large pages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine_builders import write_tiny_bundle
+
+pytest.importorskip("sglang")
+ROOT = Path(__file__).parents[3]
+STOP = 65
+SEED = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="module")
+def target() -> Path:
+    from angelspec.targets.sources import materialise
+
+    return materialise("random:llama")
+
+
+def run(folder: Path, name: str, job: dict[str, Any], **environment: str) -> dict[str, Any]:
+    """Run a job in an engine of its own."""
+    metadata = folder / "plugins" / "angelspec_tests-0.1.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: angelspec-tests\nVersion: 0.1\n")
+    lines = ["[sglang.srt.plugins]", "replay = tests.replay_plugin:register"]
+    if not entry_points(group="sglang.srt.plugins", name="angelspec"):  # not installed: run from the tree
+        lines += ["angelspec = sglang_ext.plugin:register", "[sglang.srt.platforms]"]
+        lines += ["angelspec_cpu = sglang_ext.cpu.platform:activate"]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    path, out = folder / f"{name}.json", folder / f"{name}.out.json"
+    path.write_text(json.dumps({**job, "out": str(out)}))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine_driver", str(path)],
+        cwd=ROOT,
+        env={
+            **{key: value for key, value in os.environ.items() if not key.startswith("ANGELSPEC_")},
+            "PYTHONPATH": f"{ROOT}:{folder / 'plugins'}",
+            "SGLANG_PLATFORM": "angelspec_cpu",
+            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "ANGELSPEC_CACHE": str(folder / "cache"),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert out.is_file(), f"the engine failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return json.loads(out.read_text())
+
+
+def engine(target: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "model_path": str(target), "device": "cpu", "dtype": "float32", "random_seed": SEED, "mem_fraction_static": 0.2,
+        "max_running_requests": 8, "max_total_tokens": 8192, "chunked_prefill_size": 64, "log_level": "warning",
+        **changes,
+    }  # fmt: skip
+
+
+LABELS: tuple[dict[str, Any] | None, ...] = (
+    None,
+    {"route": "dfly"},
+    {"route": "mtp"},
+    {"route": "dspark", "dcut": "off"},
+    {"route": "ar"},
+    {"route": "dfly", "dcut": 0.5},
+    {"workload": "code"},
+    {"route": "mtp", "dcut": 0.75},
+)
+
+
+def requests() -> list[dict[str, Any]]:
+    """Prompts short and long (several chunks), some that share a prefix, with every kind of sampling parameters."""
+    dice = random.Random(1)
+    found: list[dict[str, Any]] = []
+
+    def add(length: int, prefix: list[int] | None = None, **params: Any) -> None:
+        ids = [*(prefix or []), *(dice.randrange(32, 120) for _ in range(length))]
+        params = {"temperature": 0.0, "max_new_tokens": 40 + dice.randrange(24), "ignore_eos": True, **params}
+        found.append({"rid": f"r{len(found)}", "ids": ids, "params": params, "label": LABELS[len(found) % len(LABELS)]})
+
+    for length in (5, 150, 33, 70, 12, 200, 17, 90, 41, 130, 3, 64):
+        add(length)
+    shared = found[5]["ids"]
+    for length in (1, 9, 40):
+        add(length, shared[:160])
+    add(30, stop_token_ids=[STOP], ignore_eos=False)
+    add(31, stop="e")
+    add(20, logit_bias={"70": 4.0, "71": -5.0})
+    add(21, frequency_penalty=0.7)
+    add(22, presence_penalty=0.4, repetition_penalty=1.2)
+    add(23, min_new_tokens=20, stop_token_ids=[STOP], ignore_eos=False)
+    add(24, json_schema=json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+        max_new_tokens=60, ignore_eos=False)  # fmt: skip
+    add(25, temperature=1.0, top_k=1)
+    add(26)
+    found[-1]["logprobs"] = True
+    return found
+
+
+def as_wave(requests: list[dict[str, Any]], *, labelled: bool) -> list[dict[str, Any]]:
+    wave = []
+    for request in requests:
+        params = dict(request["params"])
+        if labelled and request["label"] is not None:
+            params["custom_params"] = request["label"]
+        kept = {key: request[key] for key in ("ids", "logprobs", "abort_after") if key in request}
+        wave.append({"rid": request["rid"] + ("" if labelled else "#stock"), "params": params, **kept})
+    return wave
+
+
+@pytest.fixture(scope="module")
+def stock(folder: Path, target: Path) -> dict[str, Any]:
+    """What stock SGLang answers, on the same platform."""
+    told = run(folder, "stock", {"engine": engine(target), "waves": [as_wave(requests(), labelled=False)]})
+    return {rid.split("#")[0]: answer for rid, answer in told["answers"].items()}
+
+
+@pytest.fixture(scope="module")
+def replay(folder: Path, stock: dict[str, Any]) -> Path:
+    """The script of the replay drafter: right nine times in ten."""
+    path = folder / "replay.json"
+    script = {
+        request["rid"]: {"prompt": len(request["ids"]), "output": stock[request["rid"]]["ids"], "probability": 0.9}
+        for request in requests()
+    }
+    path.write_text(json.dumps(script))
+    return path
+
+
+SETTINGS = {
+    "overlap, small pool": {"max_total_tokens": 900},
+    "no overlap, pages of 16": {"disable_overlap_schedule": True, "page_size": 16},
+}
+
+
+@pytest.fixture(scope="module", params=list(SETTINGS))
+def served(
+    request: pytest.FixtureRequest, folder: Path, target: Path, replay: Path
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same requests under the extension, with aborts among them, twice: the second time from the prefix cache."""
+    bundle = write_tiny_bundle(folder, target=target)
+    aborted = [
+        {"rid": f"aborted{i}", "ids": list(range(40, 80 + i)), "params": {"max_new_tokens": 400, "ignore_eos": True},
+         "label": LABELS[i], "abort_after": 0.05 * i}
+        for i in range(1, 4)
+    ]  # fmt: skip
+    again = [{**one, "rid": f"{one['rid']}#again"} for one in requests()[:8]]
+    waves = [as_wave([*requests(), *aborted], labelled=True), as_wave(again, labelled=True)]
+    told = run(
+        folder,
+        f"served-{len(request.param)}",
+        {"engine": engine(target, speculative_algorithm="ANGELSPEC", **SETTINGS[request.param]), "waves": waves},
+        ANGELSPEC_BUNDLE=str(bundle),
+        ANGELSPEC_REPLAY=str(replay),
+    )
+    yield request.param, told
+
+
+def test_every_answer_is_the_stock_engine_s(served: tuple[str, dict[str, Any]], stock: dict[str, Any]) -> None:
+    wrong = [
+        rid
+        for rid, answer in served[1]["answers"].items()
+        if not answer.get("aborted") and answer["ids"] != stock[rid.split("#")[0]]["ids"]
+    ]
+    assert wrong == []
+
+
+def test_texts_and_reasons_too(served: tuple[str, dict[str, Any]], stock: dict[str, Any]) -> None:
+    for request in requests():
+        ours, theirs = served[1]["answers"][request["rid"]], stock[request["rid"]]
+        assert ours["text"] == theirs["text"]
+        assert ours["meta"]["finish_reason"] == theirs["meta"]["finish_reason"]
+
+
+def test_log_probabilities_are_the_same(served: tuple[str, dict[str, Any]], stock: dict[str, Any]) -> None:
+    rid = requests()[-1]["rid"]
+    ours = [entry[0] for entry in served[1]["answers"][rid]["meta"]["output_token_logprobs"]]
+    theirs = [entry[0] for entry in stock[rid]["meta"]["output_token_logprobs"]]
+    assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_what_should_have_happened_happened(served: tuple[str, dict[str, Any]]) -> None:
+    setting, told = served
+    counted = told["state"]["counters"]
+    assert counted["mixed_steps"] > 20
+    assert counted["cut_steps"] > 20
+    assert counted["prefix_hits"] > 3
+    assert counted["continued_chunks"] > 3
+    if setting == "overlap, small pool":
+        assert counted["prefilled_again"] > 0, "nothing was retracted"
+    assert counted["fallbacks"].get("lost states", 0) == 0
+    assert counted["committed_tokens"] > 1.3 * sum(
+        answer["meta"]["angelspec"]["steps_by_route"].get("dfly", 0)
+        for answer in told["answers"].values()
+        if "meta" in answer
+    )
+
+
+def test_the_metadata_adds_up(served: tuple[str, dict[str, Any]]) -> None:
+    for rid, answer in served[1]["answers"].items():
+        if answer.get("aborted"):
+            continue
+        said, positions = answer["meta"]["angelspec"], answer["meta"]["angelspec_positions"]
+        assert len(positions) == len(answer["ids"]), rid
+        assert positions[0] == 0
+        assert all(b == a + 1 or b in (0, 1) for a, b in zip(positions, positions[1:], strict=False)), rid
+        assert sum(said["steps_by_route"].values()) == said["verify_steps"]
+
+
+def test_routes_are_followed(served: tuple[str, dict[str, Any]]) -> None:
+    answers = served[1]["answers"]
+    for request in requests()[:8]:
+        label, said = request["label"] or {}, answers[request["rid"]]["meta"]["angelspec"]
+        if "route" in label:
+            assert set(said["steps_by_route"]) == {label["route"]}
+        if label.get("dcut") == "off":
+            assert said["kept_ratio"] == 1.0
+
+
+def test_replayed_drafts_are_accepted(served: tuple[str, dict[str, Any]]) -> None:
+    request = next(one for one in requests() if one["label"] == {"route": "dfly"})
+    assert served[1]["answers"][request["rid"]]["meta"]["angelspec"]["accepted_length"] > 3
+
+
+def test_history_dependent_parameters_run_at_width_1(served: tuple[str, dict[str, Any]]) -> None:
+    for request in requests():
+        params = request["params"]
+        if {"frequency_penalty", "presence_penalty", "min_new_tokens", "json_schema"} & set(params):
+            said = served[1]["answers"][request["rid"]]["meta"]["angelspec"]
+            assert said["steps_by_route"].keys() <= {"ar"}
+            assert "one token a step" in said["why"]

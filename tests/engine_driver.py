@@ -1,0 +1,60 @@
+"""Runs one SGLang engine in a process of its own and prints what it answered: ``python -m tests.engine_driver JOB``.
+
+The job is a JSON file: {"engine": arguments of sglang.Engine, "waves": [[request, ..], ..], "out": path}. A request is
+{"rid", "ids", "params"}, and with "abort_after" it is streamed and aborted after so many seconds. Waves run one after
+another, the requests of a wave together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Run the job that the command line names."""
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    import sglang
+
+    engine = sglang.Engine(**job["engine"])
+    answers: dict[str, Any] = {}
+    seconds = []
+    for wave in job["waves"]:
+        began = time.perf_counter()
+        engine.loop.run_until_complete(_wave(engine, wave, answers))
+        seconds.append(time.perf_counter() - began)
+        if job.get("flush"):
+            engine.flush_cache()
+    state = engine.get_server_info()["internal_states"][0].get("angelspec")
+    Path(job["out"]).write_text(json.dumps({"answers": answers, "seconds": seconds, "state": state}), encoding="utf-8")
+    engine.shutdown()
+
+
+async def _wave(engine: Any, wave: list[dict[str, Any]], answers: dict[str, Any]) -> None:
+    await asyncio.gather(*(_one(engine, request, answers) for request in wave))
+
+
+async def _one(engine: Any, request: dict[str, Any], answers: dict[str, Any]) -> None:
+    call = {"input_ids": request["ids"], "sampling_params": request["params"], "rid": request["rid"]}
+    call["return_logprob"] = request.get("logprobs", False)
+    if "abort_after" not in request:
+        answer = await engine.async_generate(**call)
+        answers[request["rid"]] = {"ids": answer["output_ids"], "text": answer.get("text"), "meta": answer["meta_info"]}
+        return
+    chunks = await engine.async_generate(**call, stream=True)
+    began = time.perf_counter()
+    last = None
+    async for chunk in chunks:
+        last = chunk
+        if time.perf_counter() - began > request["abort_after"]:
+            engine.tokenizer_manager.abort_request(rid=request["rid"])
+            break
+    answers[request["rid"]] = {"ids": last["output_ids"] if last else [], "aborted": True}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""A drafter for tests that proposes known output at no cost, each position right with a set probability.
+
+It stands in for the drafter named ``dfly``: SGLang loads this module as a plugin of its own, which puts itself around
+the worker's drafting. ``ANGELSPEC_REPLAY`` names a JSON file: {request id: {"prompt": length, "output": [..],
+"probability": p}}. A request that is not in it is drafted for as usual.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+NAME = "dfly"
+
+
+@cache
+def _script() -> dict[str, dict[str, Any]]:
+    return json.loads(Path(os.environ["ANGELSPEC_REPLAY"]).read_text(encoding="utf-8"))
+
+
+def register() -> None:
+    """Entry point."""
+    if "ANGELSPEC_REPLAY" not in os.environ or "ANGELSPEC_BUNDLE" not in os.environ:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang_ext.worker.AngelSpecWorker._draft", _draft, HookType.AROUND)
+
+
+def _draft(
+    original: Any, worker: Any, name: str, indices: list[int], rows: Any, slots: Any, lengths: list[int], batch: Any,
+    block_BW: Any, confidences: list[list[float]],
+) -> None:  # fmt: skip
+    script = _script()
+    others = [i for i in indices if name != NAME or _key(rows[i].rid) not in script]
+    if others:
+        original(worker, name, others, rows, slots, lengths, batch, block_BW, confidences)
+    depth = block_BW.shape[1] - 1
+    vocabulary = worker.plan.places[0].config.vocab_size
+    for index in indices:
+        if index in others:
+            continue
+        known = script[_key(rows[index].rid)]
+        begin = lengths[index] - known["prompt"] + 1  # the anchor is the output's token before it
+        tokens = known["output"][begin : begin + depth]
+        tokens += [0] * (depth - len(tokens))
+        dice = random.Random(f"{rows[index].rid} {lengths[index]}")
+        for k, token in enumerate(tokens):
+            right = dice.random() < known["probability"]
+            block_BW[index, k + 1] = token if right else (token + 1 + dice.randrange(vocabulary - 1)) % vocabulary
+        confidences[index] = [known["probability"]] * depth
+
+
+def _key(rid: str) -> str:
+    return rid.split("#")[0]
