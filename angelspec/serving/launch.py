@@ -95,11 +95,12 @@ def serve(
     bundle_file = write_bundle(plan)
     log_file = cache_folder() / "logs" / f"serve-{plan.port}.log"
     say(f"starting; log: {log_file}")
-    with _signals():
+    with _Signals() as signals:
         server = ServerProcess(
             plan.command, environment=plan.environment(str(bundle_file)), log_file=log_file, show=show_log
         )
         try:
+            signals.arm()
             with Client(plan.url, timeout=max(60.0, start_timeout)) as client:
                 _wait_until_healthy(server, client, say=say, timeout=start_timeout, quiet=show_log is not None)
                 probed = _probed(server, client, plan, say=say) if probing else []
@@ -161,15 +162,35 @@ def _failed(server: ServerProcess, what: str, mend: str | None) -> StartFailed:
     return StartFailed(f"{what}; its last words:\n{lines or '  | (none)'}\n  log: {server.log_file}", mend=mend)
 
 
-@contextmanager
-def _signals() -> Iterator[None]:
-    """SIGINT and SIGTERM raise ``Stopped`` in the main thread."""
+class _Signals:
+    """SIGINT and SIGTERM raise ``Stopped`` in the main thread, once armed.
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Stopped(number)
+    Until then they are kept: between the start of a child and the block that ends it, an exception would leave it
+    behind.
+    """
 
-    with _handling(stop):
-        yield
+    def __init__(self) -> None:
+        self._armed = False
+        self._pending: int | None = None
+        self._context = _handling(self._arrived)
+
+    def __enter__(self) -> _Signals:
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._context.__exit__(None, None, None)
+
+    def arm(self) -> None:
+        """Raise from now on, and what is pending at once."""
+        self._armed = True
+        if self._pending is not None:
+            raise Stopped(self._pending)
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        if self._armed:
+            raise Stopped(number)
+        self._pending = number
 
 
 @contextmanager

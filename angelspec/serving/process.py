@@ -111,7 +111,6 @@ class ServerProcess:
                 return True
             if time.monotonic() >= end:
                 return False
-            self._remember()
             time.sleep(_POLL)
 
     def _remember(self) -> None:
