@@ -60,6 +60,8 @@ from angelspec.serving.wire import (
 
 _CHAT, _GENERATE = "/v1/chat/completions", "/generate"
 _CONNECT_SECONDS = 10.0
+_FLUSH = {"timeout": 10}
+"""Seconds that running requests have to end first."""
 _EVENTS = {"Accept": "text/event-stream"}
 
 
@@ -354,6 +356,11 @@ class Client:
             response = self.http.post("/set_internal_state", json=_switch(on))
             _check(response, response.content)
 
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache; False: the server did not (requests are running, or it can't)."""
+        with _reaching(self.url):
+            return self.http.post("/flush_cache", params=_FLUSH).status_code == 200
+
     def abort(self, request_id: str) -> None:
         """Ask the server to end a request; a server that can't be asked is left alone."""
         with contextlib.suppress(httpx.HTTPError):
@@ -460,6 +467,11 @@ class AsyncClient:
         with _reaching(self.url):
             response = await self.http.post("/set_internal_state", json=_switch(on))
             _check(response, response.content)
+
+    async def flush_cache(self) -> bool:
+        """See ``Client.flush_cache``."""
+        with _reaching(self.url):
+            return (await self.http.post("/flush_cache")).status_code == 200
 
     async def abort(self, request_id: str) -> None:
         """See ``Client.abort``."""
