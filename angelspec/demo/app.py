@@ -12,15 +12,14 @@ from typing import Any
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before gradio is imported: it asks home when it is
 
 import gradio as gr  # noqa: E402
-import pandas as pd  # noqa: E402
 
 from angelspec.core.modes import Mode
-from angelspec.demo import charts, render, texts
+from angelspec.demo import charts, plots, render, texts
 from angelspec.demo.columns import Server, look, offered_columns, offered_modes
 from angelspec.demo.comparing import Visit, Wishes, compare
 from angelspec.demo.load import MOST_REQUESTS
-from angelspec.demo.results import Result
 from angelspec.demo.stream import stop
+from angelspec.serving.bench_result import BenchResult
 from angelspec.serving.wire import Sampling
 
 _MOST_VISITORS = 16
@@ -32,7 +31,7 @@ _JOINED = "${value.map(card => card.join('')).join('')}"
 # never a Handlebars {{...}} around model text: Gradio evaluates its output once more as a JavaScript template
 
 
-def build_page(servers: Sequence[Server], results: Sequence[Result] = ()) -> gr.Blocks:
+def build_page(servers: Sequence[Server], results: Sequence[BenchResult] = ()) -> gr.Blocks:
     """The page over these servers; ``results`` are load tests to draw."""
     with gr.Blocks(title="angelspec demo", analytics_enabled=False, fill_width=True) as page:
         visit = gr.State(Visit())  # copied for each visitor
@@ -40,14 +39,14 @@ def build_page(servers: Sequence[Server], results: Sequence[Result] = ()) -> gr.
         with gr.Tab("Compare"):
             compare_tab = _CompareTab(visit)
         with gr.Tab("Measured") as measured:
-            plots = _measured_tab(results)
+            session_charts = _measured_tab(results)
         with gr.Tab("How it works"), gr.Row(equal_height=False):
             with gr.Column(min_width=320):
                 gr.Markdown(texts.EXPLANATION)
             with gr.Column(min_width=320):
                 gr.HTML(files("angelspec.demo").joinpath("explain.svg").read_text(encoding="utf-8"))
                 gr.Markdown(texts.FIGURES)
-        measured.select(_plot_rows, [visit], plots, show_progress="hidden", api_visibility="private")
+        measured.select(_session_charts, [visit], session_charts, show_progress="hidden", api_visibility="private")
         compare_tab.connect(page, servers)
     page.queue(default_concurrency_limit=_MOST_VISITORS, max_size=_MOST_WAITING)
     return page
@@ -94,20 +93,20 @@ class _CompareTab:
             self.servers = gr.HTML("")
             self.look_again = gr.Button("Look again", size="sm", scale=0, min_width=110)
         self.prompt = gr.Textbox(
-            label="Prompt", lines=3, max_lines=12, placeholder="Ask for a text, a program or a calculation",
+            "", label="Prompt", lines=3, max_lines=12, placeholder="Ask for a text, a program or a calculation",
             elem_id="prompt",
         )  # fmt: skip
         with gr.Row(elem_classes="examples"):
             for workload, prompts in texts.EXAMPLES.items():
                 with gr.Column(min_width=260):
                     gr.Examples(
-                        [[text] for text in prompts], [self.prompt], label=texts.HEADINGS[workload],
-                        api_visibility="private", elem_id=f"examples-{workload}",
+                        [[text] for text in prompts.values()], [self.prompt], label=texts.HEADINGS[workload],
+                        example_labels=list(prompts), api_visibility="private", elem_id=f"examples-{workload}",
                     )  # fmt: skip
         self.columns = gr.CheckboxGroup(label="Columns", elem_id="columns")
         with gr.Row(elem_classes="actions"):
-            self.run = gr.Button("Compare", variant="primary", elem_id="run", min_width=140)
-            self.stop = gr.Button("Stop", variant="stop", elem_id="stop", min_width=100)
+            self.run = gr.Button("Compare", variant="primary", elem_id="run", scale=0, min_width=180)
+            self.stop = gr.Button("Stop", elem_id="stop", scale=0, min_width=110)
         with gr.Accordion("Settings", open=False, elem_id="settings"):
             with gr.Row():
                 self.mode = gr.Radio(_mode_choices(("no-think",)), value="no-think", label="Thinking", elem_id="mode")
@@ -124,7 +123,7 @@ class _CompareTab:
             with gr.Row():
                 self.seed = gr.Number(value=0, precision=0, minimum=0, label="Seed", min_width=120)
                 self.stops = gr.Textbox(
-                    label="Stop texts", placeholder="one per line; an answer ends before them", lines=1, max_lines=4,
+                    "", label="Stop texts", placeholder="one per line; an answer ends there", lines=1, max_lines=4,
                     min_width=240,
                 )  # fmt: skip
         gr.HTML(render.legend())
@@ -208,7 +207,7 @@ def _column_choices(visit: Visit, mode: Mode) -> gr.CheckboxGroup:
     columns = offered_columns(visit.seen, mode)
     up = {one.server for one in visit.seen if one.info is not None}
     chosen = [column.key for column in columns if column.server in up][:_MOST_CHOSEN]
-    return gr.CheckboxGroup([(column.title, column.key) for column in columns], value=chosen)
+    return gr.CheckboxGroup([(column.name, column.key) for column in columns], value=chosen)
 
 
 def _mode_choices(modes: Sequence[Mode]) -> list[tuple[str, str]]:
@@ -222,40 +221,18 @@ def _start() -> list[list[str]]:
 # -------------------------------------------------------------------------------------------- second tab
 
 
-def _measured_tab(results: Sequence[Result]) -> list[gr.LinePlot]:
+def _measured_tab(results: Sequence[BenchResult]) -> list[gr.HTML]:
     gr.Markdown(texts.MEASURED)
-    with gr.Row():
+    with gr.Row(equal_height=False):
         with gr.Column(min_width=320):
-            acceptance = gr.LinePlot(
-                _frame([], "proposal", "share", "column"), x="proposal", y="share", color="column", y_lim=[0, 1],
-                title="Accepted proposals, by position", x_title="proposal k", y_title="steps that accepted 1..k",
-                height=320,
-            )  # fmt: skip
+            acceptance = gr.HTML(plots.line_chart(charts.acceptance_chart([])), elem_id="acceptance")
             gr.Markdown(texts.ACCEPTANCE_NOTE, elem_classes="note")
         with gr.Column(min_width=320):
-            kept = gr.LinePlot(
-                _frame([], "seconds", "kept", "column"), x="seconds", y="kept", color="column", y_lim=[0, 1],
-                title="Kept ratio", x_title="seconds of answering", y_title="kept so far", height=320,
-            )  # fmt: skip
+            kept = gr.HTML(plots.line_chart(charts.kept_chart([])), elem_id="kept")
             gr.Markdown(texts.KEPT_NOTE, elem_classes="note")
-    if results:
-        rows = [row for result in results for row in result.rows]
-        gr.LinePlot(
-            _frame(rows, "concurrency", "tokens_per_second", "series"), x="concurrency", y="tokens_per_second",
-            color="series", title="Throughput against concurrency", x_title="requests at a time",
-            y_title="tokens per second, all requests", height=360,
-        )  # fmt: skip
-    else:
-        gr.Markdown(texts.NO_RESULTS, elem_classes="note")
+    gr.HTML(plots.line_chart(charts.throughput_chart(results)), elem_id="throughput")
     return [acceptance, kept]
 
 
-def _plot_rows(visit: Visit) -> tuple[pd.DataFrame, pd.DataFrame]:
-    return (
-        _frame(charts.acceptance_rows(visit.past), "proposal", "share", "column"),
-        _frame(charts.kept_rows(visit.past), "seconds", "kept", "column"),
-    )
-
-
-def _frame(rows: Sequence[charts.Row], *names: str) -> pd.DataFrame:
-    return pd.DataFrame(list(rows), columns=list(names))
+def _session_charts(visit: Visit) -> tuple[str, str]:
+    return plots.line_chart(charts.acceptance_chart(visit.past)), plots.line_chart(charts.kept_chart(visit.past))

@@ -77,6 +77,13 @@ class Column:
     """Most proposals per block that its tokens may come from."""
     plain: bool = False
     """Whether it decodes without drafts."""
+    alone: bool = True
+    """Whether its server is the only one on the page."""
+
+    @property
+    def name(self) -> str:
+        """What tells it from all others on the page."""
+        return self.title if self.alone or self.title == self.server.name else f"{self.server.name}: {self.title}"
 
 
 def parse_server(text: str) -> Server:
@@ -125,17 +132,18 @@ def lanes(columns: Sequence[Column], *, together: bool) -> list[list[Column]]:
 
 def _columns_of(seen: Seen, mode: Mode, *, several: bool) -> list[Column]:
     server = seen.server
-    prefix = f"{server.name}: " if several else ""
     if seen.info is None or seen.info.engine is None:
         what = "not reachable" if seen.info is None else "without the extension"
-        return [Column(f"{server.name}/", server.name, what, server, None, plain=seen.info is not None)]
+        return [
+            Column(f"{server.name}/", server.name, what, server, None, plain=seen.info is not None, alone=not several)
+        ]
     drafters = [drafter for drafter in seen.info.engine.drafters if drafter.mode == mode]
     deepest = max((drafter.depth for drafter in drafters), default=8)
 
     def column(title: str, subtitle: str, route: str, dcut: str, depth: int) -> Column:
         label = {"route": route, "dcut": dcut}
         key = f"{server.name}/{route}/{dcut}"
-        return Column(key, prefix + title, subtitle, server, label, depth, plain=route == PLAIN)
+        return Column(key, title, subtitle, server, label, depth, plain=route == PLAIN, alone=not several)
 
     found = [column("Plain", "one token per step", PLAIN, "off", 1)]
     for drafter in drafters:

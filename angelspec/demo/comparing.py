@@ -17,7 +17,7 @@ from angelspec.demo.texts import EXAMPLES
 from angelspec.serving.client import AsyncClient
 from angelspec.serving.wire import Sampling
 
-_LOAD_PROMPTS = [prompt for workload in EXAMPLES.values() for prompt in workload]
+_LOAD_PROMPTS = [prompt for prompts in EXAMPLES.values() for prompt in prompts.values()]
 _REMEMBERED = 100
 _ANSWER_SILENCE_SECONDS = 300.0
 

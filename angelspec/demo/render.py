@@ -77,13 +77,12 @@ def card(state: ColumnState, *, plain_speed: float | None, tags: Tags = None) ->
     """
     column, busy = state.column, state.status == "running"
     opening = (
-        f'<article class="card {state.status}" aria-label="{html.escape(column.title)}" '
+        f'<article class="card {state.status}" aria-label="{html.escape(column.name)}" '
         f'aria-busy="{"true" if busy else "false"}" data-key="{html.escape(column.key)}">'
     )
-    head = (
-        f'<header><div><h3>{html.escape(column.title)}</h3><p class="sub">{html.escape(column.subtitle)}</p></div>'
-        f'<span class="badge">{_badge(state)}</span></header>'
-    )
+    where = "" if column.alone or column.title == column.server.name else f"{column.server.name} · "
+    names = f'<h3>{html.escape(column.title)}</h3><p class="sub">{html.escape(where + column.subtitle)}</p>'
+    head = f'<header><div>{names}</div><span class="badge">{_badge(state)}</span></header>'
     return [
         opening,
         head,
@@ -118,7 +117,7 @@ def scoreboard(states: Sequence[ColumnState]) -> str:
         width = 100 * speed / max(speeds)
         value = f"{speed:.1f}" if speed else "–"
         rows.append(
-            f'<div class="bar {"plain" if state.column.plain else ""}"><span>{html.escape(state.column.title)}</span>'
+            f'<div class="bar {"plain" if state.column.plain else ""}"><span>{html.escape(state.column.name)}</span>'
             f'<b><i style="width:{width:.1f}%"></i></b><em>{value}</em><small>{times}</small></div>'
         )
     return f'<section class="score" aria-label="Tokens per second"><h4>Tokens per second</h4>{"".join(rows)}</section>'
@@ -128,8 +127,8 @@ def legend() -> str:
     """What the colours mean."""
     shades = "".join(f'<i class="a{level}">{level}</i>' for level in range(1, SHADES + 1))
     return (
-        '<p class="legend"><span>target’s own token</span><span class="shades">accepted from a draft, by position in '
-        f"the block: {shades}</span></p>"
+        '<p class="legend"><span><i class="own">a</i> the model’s own token</span>'
+        f"<span>{shades} accepted from a draft, by its position in the block</span></p>"
     )
 
 
@@ -247,7 +246,12 @@ def _figures(state: ColumnState, plain: float | None) -> str:
         ("times", "vs plain", _times(state, plain) or None, "speed over that of the plain column, same prompt"),
         ("first", "first token", _duration(first), "from sending the request to the first text"),
         ("accepted", "accepted length", _number(meta and meta.accepted_length, 2), "tokens per verify step"),
-        ("kept", "kept", _percent(meta and meta.kept_ratio), "slots verified over slots drafted, anchors counted"),
+        (
+            "kept",
+            "kept ratio",
+            _percent(meta and not state.column.plain and meta.kept_ratio),
+            "slots verified over slots drafted, anchors counted",
+        ),
         ("tokens", "tokens", str(state.tokens) if state.tokens else None, "length of the answer so far"),
     ]
     cells = "".join(
@@ -298,4 +302,4 @@ def _number(value: float | None, digits: int) -> str | None:
 
 
 def _percent(value: float | None) -> str | None:
-    return None if value is None else f"{value:.0%}"
+    return None if value is None or value is False else f"{value:.0%}"

@@ -6,27 +6,28 @@ from collections.abc import Mapping
 
 from angelspec.core.workloads import Workload
 
-EXAMPLES: Mapping[Workload, tuple[str, ...]] = {
-    "chat": (
-        "Tell me about the history of paper in five sentences.",
-        "Erkläre einem Kind, warum der Himmel blau ist.",
-        "Écris une courte lettre pour remercier un voisin de son aide.",
-        "请用三句话介绍一下长城。",
-    ),
-    "code": (
-        "Write a Python function that merges two sorted lists, with a docstring and two examples.",
-        "Escribe en JavaScript una función que cuente las vocales de un texto.",
-        "用 Python 写一个判断回文字符串的函数，并附上测试。",
-        "Write a SQL query that lists the ten customers with the highest total of orders in 2024.",
-    ),
-    "math": (
-        "A train travels 180 km in 2 hours and 15 minutes. What is its average speed? Show each step.",
-        "Löse die Gleichung 3x + 7 = 2(x + 9) und erkläre jeden Schritt.",
-        "Quelle est la somme des entiers de 1 à 100 ? Explique le calcul.",
-        "12人で3日かかる仕事を9人で行うと何日かかりますか。順を追って説明してください。",
-    ),
+EXAMPLES: Mapping[Workload, Mapping[str, str]] = {
+    "chat": {
+        "The history of paper": "Tell me about the history of paper in five sentences.",
+        "Warum ist der Himmel blau?": "Erkläre einem Kind, warum der Himmel blau ist.",
+        "Une lettre de remerciement": "Écris une courte lettre pour remercier un voisin de son aide.",
+        "介绍长城": "请用三句话介绍一下长城。",
+    },
+    "code": {
+        "Merge two lists in Python": "Write a Python function that merges two sorted lists, with a docstring and "
+        "two examples.",
+        "Contar vocales": "Escribe en JavaScript una función que cuente las vocales de un texto.",
+        "判断回文": "用 Python 写一个判断回文字符串的函数，并附上测试。",
+        "A query in SQL": "Write a SQL query that lists the ten customers with the highest total of orders in 2024.",
+    },
+    "math": {
+        "Average speed": "A train travels 180 km in 2 hours and 15 minutes. What is its average speed? Show each step.",
+        "Eine Gleichung": "Löse die Gleichung 3x + 7 = 2(x + 9) und erkläre jeden Schritt.",
+        "La somme de 1 à 100": "Quelle est la somme des entiers de 1 à 100 ? Explique le calcul.",
+        "仕事算": "12人で3日かかる仕事を9人で行うと何日かかりますか。順を追って説明してください。",
+    },
 }
-"""What can be tried with one click, by workload, in several languages."""
+"""What can be tried with one click, by workload and by what its button says, in several languages."""
 HEADINGS: Mapping[Workload, str] = {"chat": "Chat", "code": "Code", "math": "Mathematics"}
 MODE_NAMES = {"no-think": "Answer at once", "high-think": "Think first"}
 
@@ -55,25 +56,19 @@ for the request's workload and the present load.
 """
 FIGURES = """### The figures of a column
 
-| | |
-|---|---|
-| **tokens/s** | tokens behind the first piece of text, over the time since it |
-| **vs plain** | that speed over the plain column's, same prompt |
-| **first token** | from sending the request to the first text |
-| **accepted length** | tokens per verify step, the model's own included |
-| **kept** | slots that D-cut let through, of those drafted |
+- **tokens/s**: tokens behind the first piece of text, over the time since it
+- **vs plain**: that speed over the plain column's, same prompt
+- **first token**: from sending the request to the first text
+- **accepted length**: tokens per verify step, the model's own included
+- **kept ratio**: slots that were verified, of those drafted (what D-cut let through)
 
 Columns of one machine run one after the other, since together they would slow each other down. Each server first gets
 the prompt once with a single token of answer, so that no column pays for reading it alone.
 """
-MEASURED = """What was measured in this visit, from the answers of the columns you compared (plain ones have no drafts).
-"""
+MEASURED = "From the answers of this visit (plain columns draft nothing), and from load tests."
 ACCEPTANCE_NOTE = (
     "Share of verify steps that accepted proposals 1 to k. Where D-cut left proposals unverified, they count as not "
     "accepted here."
 )
 KEPT_NOTE = "Verified over drafted slots, anchors counted, from the start of each answer."
-NO_RESULTS = (
-    "No results of a load test are at hand. Make some with `angelspec bench serve`, then start the page with "
-    "`--results FILE`."
-)
+NO_RESULTS = "No load test is at hand. Make one with angelspec bench serve, and start the page with --results FILE."
