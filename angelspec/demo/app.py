@@ -76,12 +76,20 @@ def launch_page(
 
 
 def _theme() -> gr.Theme:
-    return gr.themes.Default(
+    theme = gr.themes.Default(
         primary_hue="teal",
         neutral_hue="zinc",
         font=["system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif"],
         font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"],
     )
+    button = {"button_primary_background_fill": "*primary_700", "button_primary_background_fill_hover": "*primary_800"}
+    words = {
+        "body_text_color_subdued": "*neutral_500", "block_info_text_color": "*neutral_500",
+        "input_placeholder_color": "*neutral_500", "block_title_text_color": "*neutral_600",
+        "body_text_color_subdued_dark": "*neutral_400", "block_info_text_color_dark": "*neutral_400",
+        "input_placeholder_color_dark": "*neutral_400",
+    }  # fmt: skip
+    return theme.set(**button, **{f"{key}_dark": value for key, value in button.items()}, **words)
 
 
 class _CompareTab:
