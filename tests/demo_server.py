@@ -46,6 +46,8 @@ class DemoServer:
     """Words of a 400 for a request; None: it is taken."""
     break_after: Callable[[Mapping[str, Any]], int | None] = lambda body: None
     """Steps after which the connection of a request is closed; None: never."""
+    hold: bool = False
+    """While it is true no answer goes on behind its first token."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """Every chat request that came."""
     running: int = 0
@@ -145,6 +147,8 @@ def _handler(server: DemoServer) -> type[BaseHTTPRequestHandler]:
                     return
                 time.sleep(server.step_seconds * (1 + 0.2 * (server.running - 1)) * (4 if number == 0 else 1))
                 self._event(event)
+                while server.hold:
+                    time.sleep(0.02)
             usage = {"prompt_tokens": 12, "completion_tokens": steps.tokens}
             self._event({"choices": [], "usage": usage})
             self.wfile.write(b"data: [DONE]\n\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -130,7 +131,7 @@ def server(embedded) -> DemoServer:
     """The server of ``embedded``, as if it were new."""
     found = embedded[0]
     new = DemoServer()
-    for name in ("step_seconds", "answer", "refuse", "break_after", "bodies", "most_running", "abandoned"):
+    for name in ("step_seconds", "answer", "refuse", "break_after", "bodies", "most_running", "abandoned", "hold"):
         setattr(found, name, getattr(new, name))
     found.answer = SHORT
     return found
@@ -288,24 +289,26 @@ def test_together_on_request(browser, embedded, server):
 
 
 def test_ten_visitors_at_once(browser, embedded, server):
-    server.answer = SHORT * 2
+    server.hold = True
     driver, first = browser.driver, browser.driver.current_window_handle
     tabs = [first]
     for number in range(10):
         if number:
             driver.switch_to.new_window("tab")
             tabs.append(driver.current_window_handle)
-        browser.open(embedded[1])
+        # a host of its own for each, as a browser opens six connections to one host and no more
+        browser.open(embedded[1].replace("127.0.0.1", f"visitor{number}.localhost"))
     try:
         for number, tab in enumerate(tabs):
             driver.switch_to.window(tab)
             browser.ask(f"I am visitor {number}.", columns={"Plain", "DFly"})
+        browser.until(lambda: server.running == 10, "all ten are served at a time")
+        server.hold = False
         for number, tab in enumerate(tabs):
             driver.switch_to.window(tab)
             browser.until(browser.ended, f"visitor {number} is served")
             answers = browser.texts(".card.done .answer")
             assert len(answers) == 2 and all(f"“I am visitor {number}.”" in text for text in answers)
-        assert server.most_running >= 5, f"only {server.most_running} were served at a time"
     finally:
         for tab in tabs[1:]:
             driver.switch_to.window(tab)
@@ -360,6 +363,8 @@ def test_nothing_is_sent_anywhere_else(browser):
         if message["method"] == "Network.requestWillBeSent":
             urls.add(message["params"]["request"]["url"])
     assert len(urls) > 20
-    assert {url for url in urls if not url.startswith(("http://127.0.0.1:", "data:", "blob:", "about:"))} == set()
+    here = re.compile(r"(http://(127\.0\.0\.1|visitor\d\.localhost):\d+/|data:|blob:|about:)")
+    assert {url for url in urls if not here.match(url)} == set()
     said = [entry["message"] for entry in browser.driver.get_log("browser") if entry["level"] == "SEVERE"]
+    said = [words for words in said if "AbortError" not in words]  # a page that was left while it streamed
     assert said == []
