@@ -1,4 +1,4 @@
-"""Tables of a load test, in the shape of the AngelSpec paper's Table 7 (arXiv 2607.25152): a row per concurrency."""
+"""Tables of a load test, in the shape of the AngelSpec paper's Table 7 (arXiv 2607.25852): a row per concurrency."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def bench_markdown(result: BenchResult, *, plots: dict[str, str]) -> str:
         ),
         (
             "windows",
-            f"{settings.requests} requests or twice the concurrency, {settings.repeats} repeats in rotated order, up to "
-            f"{settings.max_tokens} tokens, temperature {settings.temperature:g}, mode {settings.mode or 'default'}, "
-            f"seed {settings.seed}",
+            f"{settings.requests} requests or twice the concurrency, {settings.repeats} repeats in rotated order, "
+            f"up to {settings.max_tokens} tokens, temperature {settings.temperature:g}, "
+            f"mode {settings.mode or 'default'}, seed {settings.seed}",
         ),
         ("measured", result.created),
     ]

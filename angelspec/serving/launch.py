@@ -104,9 +104,9 @@ def serve(
             with Client(plan.url, timeout=max(60.0, start_timeout)) as client:
                 _wait_until_healthy(server, client, say=say, timeout=start_timeout, quiet=show_log is not None)
                 probed = _probed(server, client, plan, say=say) if probing else []
+            say(f"serving on {plan.url} (Ctrl-C stops it)")
             if ready is not None:
                 ready(probed)
-            say(f"serving on {plan.url} (Ctrl-C stops it)")
             while server.exit_code is None:
                 time.sleep(_POLL)
             raise _ended(server, "the server ended by itself")

@@ -36,6 +36,28 @@ def print_plan(plan: ServePlan, *, console: Console) -> None:
         console.print(f"note: {note}", highlight=False)
 
 
+def print_bundle(bundle: Bundle, *, console: Console) -> None:
+    """Draw what a bundle says."""
+    target = bundle.target
+    digest = f", content {target.digest[:16]}" if target.digest else ""
+    costs = "measured when the server starts"
+    if bundle.costs is not None:
+        where = bundle.costs.measured_for
+        costs = f"measured on {where.hardware}, {where.engine}" if where is not None else "given, for any machine"
+    facts = [("bundle", bundle.name)] if bundle.name else []
+    facts += [("target", f"{target.source} (thinking as {target.mode_family}{digest})"), ("step costs", costs)]
+    console.print(_facts(facts))
+    drafters = _table("drafter", "algorithm", "family", "mode", "depth", "calibrated", "from")
+    for entry in bundle.drafters:
+        drafters.add_row(
+            entry.name, entry.algorithm or entry.family, entry.family, entry.mode, str(entry.depth),
+            "yes" if entry.name in bundle.calibrations else "no", entry.source,
+        )  # fmt: skip
+    if bundle.drafters:
+        console.print(drafters)
+    print_routes(bundle, console=console)
+
+
 def print_routes(bundle: Bundle, *, console: Console) -> None:
     """Routes and measured acceptance of a bundle."""
     rules = [f"{rule.workload or 'any workload'}, {rule.mode or 'any mode'}: {rule.route}" for rule in bundle.routes]

@@ -11,9 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from angelspec.core.bundle import Bundle, BundleDrafter, BundleTarget, WorkloadAcceptance, of_checkpoint
+from angelspec.core.bundle import (
+    Bundle,
+    BundleDrafter,
+    BundleTarget,
+    WorkloadAcceptance,
+    of_checkpoint,
+    parse_bundle,
+)
 from angelspec.core.drafter_config import DrafterConfig
-from angelspec.core.errors import AngelspecError, BundleError
+from angelspec.core.errors import BundleError
 from angelspec.core.files import read_json
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.manifest import DrafterManifest
@@ -88,6 +95,8 @@ class ResolvedDrafter:
     num_weights: int
     manifest: DrafterManifest | None
     notes: tuple[str, ...] = ()
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that its config.json lacks."""
 
     @property
     def is_trained(self) -> bool:
@@ -195,7 +204,9 @@ def resolve_bundle(bundle: Bundle, *, parts: Parts) -> ResolvedBundle:
         if examined.manifest is None:
             notes.append("no manifest: that it was trained for this very target can't be checked")
         resolved.append(
-            ResolvedDrafter(located, examined.config, examined.num_weights, examined.manifest, tuple(notes))
+            ResolvedDrafter(
+                located, examined.config, examined.num_weights, examined.manifest, tuple(notes), found.overrides
+            )
         )
     if problems:
         raise BundleError("\n".join(problems), mend="use the target and the mode that each drafter was trained for")
@@ -312,11 +323,24 @@ def _source(text: str, relative_to: Path | None) -> str:
     return relative if relative.startswith("..") else f"./{relative}"
 
 
+def with_routes(bundle: Bundle, texts: Sequence[str]) -> Bundle:
+    """The bundle with fixed routes, each ``[WORKLOAD][/MODE]=ROUTE``.
+
+    Raises:
+        BundleError: a rule that is misspelt, or names what the bundle does not have.
+    """
+    rules = []
+    for text in texts:
+        who, separator, route = text.partition("=")
+        workload, _, mode = who.partition("/")
+        if not separator or not route:
+            raise BundleError(f"route '{text}' is no rule", mend="write [WORKLOAD][/MODE]=ROUTE, such as code=dfly")
+        rules.append({"workload": workload or None, "mode": mode or None, "route": route})
+    return parse_bundle({**bundle.model_dump(), "routes": [*bundle.routes, *rules]}, where="--route")
+
+
 def with_acceptance(bundle: Bundle, measured: Sequence[WorkloadAcceptance]) -> Bundle:
     """The bundle with measurements in place of those of the same drafter and workload."""
     new = {(item.drafter, item.workload): item for item in measured}
     kept = [item for item in bundle.acceptance if (item.drafter, item.workload) not in new]
-    try:
-        return Bundle.model_validate(bundle.model_copy(update={"acceptance": (*kept, *measured)}).model_dump())
-    except ValueError as error:
-        raise AngelspecError(f"the measurement does not fit the bundle: {error}") from error
+    return parse_bundle({**bundle.model_dump(), "acceptance": [*kept, *measured]}, where="the measurement")
