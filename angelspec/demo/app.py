@@ -52,15 +52,17 @@ def build_page(servers: Sequence[Server], results: Sequence[BenchResult] = ()) -
     return page
 
 
-def launch_page(
-    page: gr.Blocks, *, host: str = "127.0.0.1", port: int | None = None, open_browser: bool = True, wait: bool = True
-) -> str:
-    """Serve the page and return its address; with ``wait`` only when it has been stopped."""
+def launch_page(page: gr.Blocks, *, host: str = "127.0.0.1", port: int | None = None, open_browser: bool = True) -> str:
+    """Serve the page from a thread and return its address.
+
+    Args:
+        port: None: a free one from 7860 on.
+    """
     _, url, _ = page.launch(
         server_name=host,
         server_port=port,
         inbrowser=open_browser,
-        prevent_thread_lock=not wait,
+        prevent_thread_lock=True,
         quiet=True,
         share=False,
         ssr_mode=False,

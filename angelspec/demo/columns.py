@@ -86,17 +86,24 @@ class Column:
         return self.title if self.alone or self.title == self.server.name else f"{self.server.name}: {self.title}"
 
 
-def parse_server(text: str) -> Server:
-    """``NAME=URL``.
+def parse_servers(texts: Sequence[str]) -> list[Server]:
+    """``NAME=URL``, each.
 
     Raises:
-        RequestError: another form.
+        RequestError: another form, or a name twice.
     """
-    name, _, url = text.partition("=")
-    parts = urlsplit(url)
-    if not name.strip() or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise RequestError(f"--server {text}: not of the form NAME=URL", mend="write --server gpu=http://HOST:30000")
-    return Server(name.strip(), url.rstrip("/"))
+    found: list[Server] = []
+    for text in texts:
+        name, _, url = text.partition("=")
+        parts = urlsplit(url)
+        if not name.strip() or parts.scheme not in ("http", "https") or not parts.hostname:
+            raise RequestError(
+                f"--server {text}: not of the form NAME=URL", mend="write --server NAME=http://HOST:PORT"
+            )
+        if name.strip() in [server.name for server in found]:
+            raise RequestError(f"--server {text}: the name is taken", mend="give each server a name of its own")
+        found.append(Server(name.strip(), url.rstrip("/")))
+    return found
 
 
 async def look(server: Server) -> Seen:

@@ -115,7 +115,7 @@ def browser() -> Iterator[Browser]:
 @contextmanager
 def page_over(*servers: Server) -> Iterator[str]:
     page = build_page(servers)
-    yield launch_page(page, port=None, open_browser=False, wait=False)
+    yield launch_page(page, port=None, open_browser=False)
     page.close(verbose=False)
 
 
