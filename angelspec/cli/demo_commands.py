@@ -11,6 +11,8 @@ import click
 from angelspec.core.errors import BundleError, MissingRequirement
 
 if TYPE_CHECKING:
+    from gradio import Blocks
+
     from angelspec.serving.plan import ServePlan
 
 SHIPPED_BUNDLE = "bundle.yaml"
@@ -76,8 +78,7 @@ def demo(
     def say(text: str) -> None:
         click.echo(text, err=True)
 
-    def show(named: list[Server]) -> None:
-        page = build_page(named, results)
+    def show(page: Blocks) -> None:
         url = launch_page(page, host=host, port=port, open_browser=not no_browser)
         say(f"demo on {url} (Ctrl-C stops it)")
         if host not in _LOOPBACK:
@@ -86,11 +87,14 @@ def demo(
             page.block_thread()
 
     if servers:
-        show(parse_servers(servers))
+        show(build_page(parse_servers(servers), results))
         return
     plan = _plan(bundle_file, engine_port=free_port("127.0.0.1"))
-    engine = Server("embedded", plan.url)
-    run_server(plan, say=say, show_log=None if quiet else say, ready=lambda _: show([engine]))
+    page = build_page([Server("embedded", plan.url)], results)
+    try:
+        run_server(plan, say=say, show_log=None if quiet else say, ready=lambda _: show(page))
+    finally:
+        page.close(verbose=False)
 
 
 def _plan(bundle_file: Path | None, *, engine_port: int) -> ServePlan:

@@ -1,14 +1,24 @@
-"""``angelspec demo``: what it refuses before anything starts."""
+"""``angelspec demo``: what it refuses before anything starts, and one engine with the page from start to end."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+import signal
 import socket
+import threading
+import time
 
+import httpx
+import psutil
 import pytest
 from click.testing import CliRunner
+from serving_builders import install_fake_sglang, plan_of, resolved_bundle
 
+from angelspec.cli import demo_commands
 from angelspec.cli.main import cli
+from angelspec.serving.launch import free_port
 
 needs_gradio = pytest.mark.skipif(
     importlib.util.find_spec("gradio") is None, reason="the extra 'demo' is not installed"
@@ -45,3 +55,30 @@ def test_without_drafters_it_says_what_to_give(tmp_path, monkeypatch):
     monkeypatch.setattr("angelspec.core.locations.resource_folder", lambda name: tmp_path)
     said = failed("--port", "0")
     assert "angelspec bundle create" in said and "--server NAME=URL" in said
+
+
+@needs_gradio
+def test_one_engine_is_started_shown_and_ended_with_the_page(tmp_path, monkeypatch):
+    install_fake_sglang(tmp_path, monkeypatch)
+    page = free_port("127.0.0.1")
+    bundle = resolved_bundle(tmp_path)
+    monkeypatch.setattr(demo_commands, "_plan", lambda file, *, engine_port: plan_of(bundle, port=engine_port))
+    found = {}
+
+    def visit() -> None:
+        with httpx.Client(trust_env=False) as client:
+            while "page" not in found:
+                with contextlib.suppress(httpx.TransportError):
+                    found["page"] = client.get(f"http://127.0.0.1:{page}/").text
+                time.sleep(0.05)
+        found["engine"] = [p for p in psutil.Process().children() if "sglang.launch_server" in " ".join(p.cmdline())]
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=visit, daemon=True).start()
+    result = CliRunner().invoke(cli, ["demo", "--no-browser", "--port", str(page)])
+    assert result.exit_code == 0, result.output
+    assert "angelspec demo" in found["page"]
+    assert f"demo on http://127.0.0.1:{page}/ (Ctrl-C stops it)" in result.output
+    assert len(found["engine"]) == 1 and not found["engine"][0].is_running()
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://127.0.0.1:{page}/", trust_env=False)
