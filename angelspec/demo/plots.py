@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT = 480, 270
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 22, 12, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 22, 12, 46
 _COLOURS = 6
 
 

@@ -53,6 +53,8 @@ class Browser:
         options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=Service(DRIVER))
         self.driver.set_script_timeout(WAIT)
+        self.complaints: list[str] = []
+        """Errors in the console, of all pages so far."""
 
     def open(self, url: str, *, width: int = DESKTOP, scheme: str = "light") -> None:
         """Open the page and wait for its servers' lines."""
@@ -60,6 +62,10 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.driver.get(f"{url}?__theme={scheme}")
         self.until(lambda: self.all(".servers li") and self.all("#columns input"), "the page is up")
+
+    def read_console(self) -> None:
+        log = self.driver.get_log("browser")
+        self.complaints += [entry["message"] for entry in log if entry["level"] == "SEVERE"]
 
     def all(self, css: str) -> list:
         return self.driver.find_elements(By.CSS_SELECTOR, css)
@@ -154,7 +160,7 @@ def test_streams_and_compares(browser, embedded, server, width, scheme):
     assert len(answers) == 1 and "wood pulp made it plentiful" in answers.pop()
 
     plain, mtp, dfly = (float(browser.figure(name, "speed")) for name in ("Plain", "MTP", "DFly"))
-    assert plain < mtp < dfly
+    assert plain < min(mtp, dfly)
     assert float(browser.figure("DFly", "times").rstrip("×")) == pytest.approx(dfly / plain, rel=0.02)
     assert float(browser.figure("Plain", "accepted")) == 1.0
     assert float(browser.figure("MTP", "accepted")) == pytest.approx(2.4, abs=0.2)
@@ -184,6 +190,7 @@ def test_stop_ends_the_generation_in_the_server(browser, embedded, server):
     assert server.abandoned == 1
     browser.until(lambda: len(browser.all(".card.stopped")) == 5, "the cards say so")
     time.sleep(0.5)
+    assert not browser.all(".toast-body"), "stopping is no error"
     assert server.running == 0 and len([body for body in server.bodies if body.get("stream")]) == 1
 
     server.step_seconds, server.answer = 0.002, SHORT
@@ -196,8 +203,10 @@ def test_leaving_the_page_ends_the_generation(browser, embedded, server):
     browser.open(embedded[1])
     browser.ask("Never stop.", columns={"DFly"})
     browser.until(lambda: server.running, "a request runs")
+    browser.read_console()
     browser.driver.get("about:blank")
     browser.until(lambda: server.running == 0, "the server is idle", seconds=15)
+    browser.driver.get_log("browser")  # Gradio complains of the stream that was left, rightly
 
 
 def test_an_error_in_one_column_stops_no_other(browser, embedded, server):
@@ -229,6 +238,7 @@ def test_several_servers_one_of_them_down(browser, server, embedded):
             error = browser.texts('.card.failed[aria-label="gone"] .error')[0]
             assert DOWN in error and "start it: angelspec serve" in error
             assert float(browser.figure("stock", "speed")) > 0 and browser.figure("stock", "accepted") == "–"
+            browser.driver.get("about:blank")  # before its server goes
             assert "custom_params" not in stock.bodies[-1] and "return_spec_tokens_details" not in stock.bodies[-1]
 
 
@@ -365,6 +375,5 @@ def test_nothing_is_sent_anywhere_else(browser):
     assert len(urls) > 20
     here = re.compile(r"(http://(127\.0\.0\.1|visitor\d\.localhost):\d+/|data:|blob:|about:)")
     assert {url for url in urls if not here.match(url)} == set()
-    said = [entry["message"] for entry in browser.driver.get_log("browser") if entry["level"] == "SEVERE"]
-    said = [words for words in said if "AbortError" not in words]  # a page that was left while it streamed
-    assert said == []
+    browser.read_console()
+    assert browser.complaints == []
