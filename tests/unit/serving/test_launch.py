@@ -111,7 +111,7 @@ def test_a_server_that_dies_at_start_shows_its_last_words(start):
 
 def test_a_server_that_never_becomes_healthy_is_stopped(start):
     began = time.monotonic()
-    _, error, processes = start(behaviour={"never_healthy": True}, start_timeout=2.5)
+    _, error, processes = start(behaviour={"never_healthy": True}, start_timeout=1.6)
     assert isinstance(error, StartFailed)
     assert "not healthy after 2 s" in error.message
     assert "ready to serve" in error.message  # the last line of its log
@@ -153,7 +153,7 @@ def test_a_server_that_ends_by_itself_is_an_error(start):
 
 def test_a_stubborn_server_with_a_stubborn_child_is_ended_by_force(start):
     began = time.monotonic()
-    said, error, processes = start(behaviour={"stubborn": True, "child": True}, grace=0.5)
+    said, error, processes = start(behaviour={"stubborn": True, "child": True}, grace=0.3)
     assert error is None
     assert len(processes) == 2
     assert _gone(processes)
@@ -161,7 +161,7 @@ def test_a_stubborn_server_with_a_stubborn_child_is_ended_by_force(start):
 
 
 def test_children_that_outlive_the_server_are_ended(start):
-    said, error, processes = start(behaviour={"child": True}, grace=1.0)  # the server itself ends at once
+    said, error, processes = start(behaviour={"child": True}, grace=0.3)  # the server itself ends at once
     assert error is None
     assert len(processes) == 2
     assert _gone(processes)
