@@ -29,12 +29,23 @@ _REFUSED: Mapping[str, str] = {
     "--max-loaded-loras": "LoRA changes the target that the drafters were trained for",
     "--disaggregation": "prefill and decoding must run in one engine: the drafters' state is made by prefill",
     "--enable-pd": "prefill and decoding must run in one engine: the drafters' state is made by prefill",
+    "--decoupled-spec": "drafting and verification must run in one engine",
+    "--encoder-only": "prefill and decoding must run in one engine: the drafters' state is made by prefill",
     "--speculative": "the extension sets speculation up by itself, from the bundle",
     "--model-path": "the target comes from --target or the bundle",
     "--model": "the target comes from --target or the bundle",
 }
 """Names, or beginnings of names that stand for a family of flags, and why they are refused."""
-_FAMILIES = ("--hicache", "--enable-lora", "--lora", "--max-lora", "--disaggregation", "--enable-pd", "--speculative")
+_FAMILIES = (
+    "--hicache",
+    "--enable-lora",
+    "--lora",
+    "--max-lora",
+    "--disaggregation",
+    "--enable-pd",
+    "--decoupled-spec",
+    "--speculative",
+)
 _PIPELINE = ("--pp-size", "--pipeline-parallel-size")
 _BACKENDS = ("--attention-backend", "--decode-attention-backend", "--prefill-attention-backend")
 _RAGGED: Mapping[Device, tuple[str, ...]] = {

@@ -37,7 +37,7 @@ def test_flags_are_read_in_every_form():
         ["--enable-lora"], ["--enable-lora-overlap-loading"], ["--lora-paths", "a"], ["--max-lora-rank", "8"],
         ["--max-loaded-loras", "2"], ["--disaggregation-mode", "prefill"], ["--disaggregation-mode=decode"],
         ["--pp-size", "2"], ["--pipeline-parallel-size=4"], ["--speculative-algorithm", "EAGLE"],
-        ["--speculative-num-steps", "3"], ["--model-path", "x"], ["--model", "x"],
+        ["--speculative-num-steps", "3"], ["--decoupled-spec-role", "x"], ["--model-path", "x"], ["--model", "x"],
         ["--attention-backend", "triton"], ["--attention-backend=intel_amx"], ["--attention-backend", "torch_native"],
         ["--decode-attention-backend", "triton"], ["--prefill-attention-backend", "flashmla"],
     ],
