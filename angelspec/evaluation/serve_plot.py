@@ -7,7 +7,6 @@ from pathlib import Path
 from angelspec.evaluation.drawing import COLOURS, MARKERS, NEUTRAL, drawing
 from angelspec.serving.bench_result import CONTROL, BenchResult, Cell
 
-
 _HIGHEST = 8.0
 """Speedup up to which the axis reaches: two repeats can give intervals without an end."""
 
