@@ -13,7 +13,7 @@ import psutil
 import pytest
 from fake_sglang import Behaviour, FakeSGLang
 from hub_builders import manifest_of
-from serving_builders import install_fake_sglang, plan_of, resolved_bundle
+from serving_builders import DFLY, install_fake_sglang, plan_of, resolved_bundle
 
 from angelspec.core.bundle import load_bundle
 from angelspec.core.recipe_files import load_recipe
@@ -261,7 +261,7 @@ def test_the_probe_misses_a_drafter_that_was_not_loaded(tmp_path):
 
 
 def test_nothing_is_expected_of_an_untrained_drafter(tmp_path):
-    manifest = manifest_of(load_recipe("tiny-dfly-llama"))
+    manifest = manifest_of(load_recipe("tiny-dfly-llama"), drafter=DFLY, acceptance=())
     fresh = manifest.model_copy(update={"training": manifest.training.model_copy(update={"steps": 0})})
     probed, _ = _probe(
         tmp_path, Behaviour(committed={}), names=("dfly",), manifests={"dfly": fresh}, digest="ab12" * 16

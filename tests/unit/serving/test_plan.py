@@ -232,7 +232,7 @@ def test_drafters_that_cannot_share_an_engine_are_refused(tmp_path, monkeypatch)
 
 
 def test_an_untrained_drafter_is_known_as_such(tmp_path):
-    manifest = manifest_of(_recipe())
+    manifest = manifest_of(_recipe(), drafter=serving_builders.DFLY, acceptance=())
     fresh = manifest.model_copy(update={"training": manifest.training.model_copy(update={"steps": 0})})
     resolved = resolved_bundle(tmp_path, ("dfly",), manifests={"dfly": fresh}, digest="ab12" * 16)
     assert not resolved.drafters[0].is_trained
