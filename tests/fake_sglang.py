@@ -41,6 +41,8 @@ class Behaviour:
     """The answer, one word per token; None: made from the prompt."""
     break_after: int | None = None
     """Steps after which a stream's connection is closed."""
+    end_after: int | None = None
+    """Steps after which a stream ends in order, but without its last events."""
     error_after: int | None = None
     """Steps after which a stream reports an error."""
     stubborn: bool = False
@@ -268,6 +270,9 @@ def _handler(server: FakeSGLang):
                     self.close_connection = True
                     self.connection.close()
                     raise BrokenPipeError
+                if number == server.behaviour.end_after:
+                    self.wfile.write(b"0\r\n\r\n")
+                    return
                 if number == server.behaviour.error_after:
                     self.event({"error": {"message": "the scheduler ran out of memory", "code": 500}})
                     break

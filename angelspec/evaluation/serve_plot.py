@@ -7,6 +7,9 @@ from pathlib import Path
 from angelspec.evaluation.drawing import COLOURS, MARKERS, NEUTRAL, drawing
 from angelspec.serving.bench_result import CONTROL, BenchResult, Cell
 
+_HIGHEST = 8.0
+"""Speedup up to which the axis reaches: two repeats can give intervals without an end."""
+
 
 def plot_bench(result: BenchResult, folder: Path) -> dict[str, Path]:
     """Every picture, as ``caption -> PNG``."""
@@ -26,6 +29,8 @@ def plot_frontier(result: BenchResult, path: Path) -> Path:
 
     with drawing(path, width=_width(result), height=4.0, columns=len(result.prompt_sets)) as (figure, all_axes):
         handles = {}
+        speculating = [choice.name for choice in result.choices if choice.name not in (result.baseline, CONTROL)]
+        numbered = {result.baseline, *speculating[-1:]}  # the other lines pass the same numbers in the same order
         for axes, traffic in zip(all_axes, result.prompt_sets, strict=True):
             for index, choice in enumerate(result.choices):
                 cells = _cells(result, traffic.name, choice.name)
@@ -35,7 +40,7 @@ def plot_frontier(result: BenchResult, path: Path) -> Path:
                 (handles[choice.name],) = axes.plot(
                     [x for _, (x, _) in points], [y for _, (_, y) in points], **_style(result, index)
                 )
-                for concurrency, place in points:
+                for concurrency, place in points if choice.name in numbered else ():
                     axes.annotate(
                         str(concurrency), place, textcoords="offset points", xytext=(4, 4), fontsize=7, color="#555555"
                     )
@@ -87,7 +92,8 @@ def plot_speedup(result: BenchResult, path: Path) -> Path:
             axes.set_title(traffic.name, fontsize=10.5, fontweight="normal")
             axes.set_xticks(list(places.values()), [str(concurrency) for concurrency in places])
             axes.set_xlabel("users at a time")
-            axes.set_ylim(bottom=0)
+        tops = [cell.speedup_high or cell.speedup or 0.0 for cell in result.cells]
+        all_axes[0].set_ylim(0, 1.05 * min(max([1.0, *tops]), _HIGHEST))
         all_axes[0].set_ylabel(f"speedup over {result.baseline}")
         figure.suptitle(
             "Speedup over plain decoding, 95 % intervals", x=0.01, ha="left", fontsize=12, fontweight="bold"

@@ -18,42 +18,62 @@ def bench_tables(result: BenchResult) -> list[Table]:
     """Every table, in reading order: for each prompt set its speeds, then what explains them."""
     tables = []
     for traffic in result.prompt_sets:
-        tables.append(speed_table(result, traffic=traffic.name))
-        tables.append(detail_table(result, traffic=traffic.name))
+        tables += [
+            table(result, traffic=traffic.name) for table in (speed_table, speedup_table, user_table, draft_table)
+        ]
     tables.append(time_table(result))
     return [table for table in tables if table.rows]
 
 
 def speed_table(result: BenchResult, *, traffic: str) -> Table:
-    """Concurrency by choice: tokens/s, speedup with its interval, accepted length."""
-    return _by_concurrency(
-        result,
-        f"Throughput: {traffic}",
-        traffic=traffic,
-        cell=lambda cell, choice: _speed(result, cell, choice),
-        caption=f"tokens/s, speedup over {result.baseline} [95 % interval], accepted length",
-    )
-
-
-def detail_table(result: BenchResult, *, traffic: str) -> Table:
-    """Concurrency by choice: per-user speed, time to first token, kept ratio, share of speculative steps."""
+    """Concurrency by choice: tokens/s, speedup, accepted length."""
 
     def shown(cell: Cell, choice: Choice) -> str:
-        parts = [
-            f"{number(cell.user_tokens_per_second, '{:.1f}')}/s",
-            f"{number(None if cell.first_token_seconds is None else 1e3 * cell.first_token_seconds, '{:.0f}')} ms",
-        ]
-        if choice.route not in (None, result.baseline):
-            parts += [f"kept {number(cell.kept_ratio)}", f"{percent(cell.speculative_share)} spec."]
+        marks = ("†" if cell.too_short else "") + ("‡" if cell.failures else "")
+        parts = [f"{number(cell.tokens_per_second, '{:.1f}')}{marks}"]
+        if choice.name != result.baseline:
+            parts.append(f"{number(cell.speedup)}×")
+        if _speculates(result, choice):
+            parts.append(number(cell.accepted_length))
         return ", ".join(parts)
 
-    return _by_concurrency(
-        result,
-        f"Users: {traffic}",
-        traffic=traffic,
-        cell=shown,
-        caption="per-user speed, time to first token, kept ratio, share of speculative steps",
-    )
+    caption = f"tokens/s, speedup over {result.baseline}, accepted length"
+    return _by_concurrency(result, f"Throughput: {traffic}", traffic=traffic, cell=shown, caption=caption)
+
+
+def speedup_table(result: BenchResult, *, traffic: str) -> Table:
+    """Concurrency by choice: the speedup's 95 % interval."""
+
+    def shown(cell: Cell, choice: Choice) -> str:
+        if choice.name == result.baseline or cell.speedup_low is None or cell.speedup_high is None:
+            return MISSING
+        return f"[{cell.speedup_low:.2f}, {cell.speedup_high:.2f}]"
+
+    caption = f"95 % interval of the speedup over {result.baseline}, {result.settings.repeats} repeat(s)"
+    return _by_concurrency(result, f"Certainty: {traffic}", traffic=traffic, cell=shown, caption=caption)
+
+
+def user_table(result: BenchResult, *, traffic: str) -> Table:
+    """Concurrency by choice: per-user speed, time to first token."""
+
+    def shown(cell: Cell, choice: Choice) -> str:
+        first = None if cell.first_token_seconds is None else 1e3 * cell.first_token_seconds
+        return f"{number(cell.user_tokens_per_second, '{:.1f}')}, {number(first, '{:.0f}')} ms"
+
+    caption = "tokens/s of one user, time to first token"
+    return _by_concurrency(result, f"Users: {traffic}", traffic=traffic, cell=shown, caption=caption)
+
+
+def draft_table(result: BenchResult, *, traffic: str) -> Table:
+    """Concurrency by choice: share of speculative steps, kept ratio."""
+
+    def shown(cell: Cell, choice: Choice) -> str:
+        if not _speculates(result, choice):
+            return MISSING
+        return f"{percent(cell.speculative_share)}, {number(cell.kept_ratio)}"
+
+    caption = "share of steps that were drafted for, kept ratio"
+    return _by_concurrency(result, f"Speculation: {traffic}", traffic=traffic, cell=shown, caption=caption)
 
 
 def time_table(result: BenchResult) -> Table:
@@ -153,17 +173,8 @@ def _by_concurrency(
     return Table(title, ("concurrency", *(choice.name for choice in result.choices)), tuple(rows), caption)
 
 
-def _speed(result: BenchResult, cell: Cell, choice: Choice) -> str:
-    marks = ("†" if cell.too_short else "") + ("‡" if cell.failures else "")
-    parts = [f"{number(cell.tokens_per_second, '{:.1f}')}{marks}"]
-    if choice.name != result.baseline:
-        speedup = f"{number(cell.speedup)}×"
-        if cell.speedup_low is not None and cell.speedup_high is not None:
-            speedup += f" [{cell.speedup_low:.2f}, {cell.speedup_high:.2f}]"
-        parts.append(speedup)
-    if choice.route not in (None, result.baseline):
-        parts.append(number(cell.accepted_length))
-    return ", ".join(parts)
+def _speculates(result: BenchResult, choice: Choice) -> bool:
+    return choice.route not in (None, result.baseline)
 
 
 def _bundle(result: BenchResult) -> str:

@@ -29,12 +29,26 @@ _REFUSED: Mapping[str, str] = {
     "--max-loaded-loras": "LoRA changes the target that the drafters were trained for",
     "--disaggregation": "prefill and decoding must run in one engine: the drafters' state is made by prefill",
     "--enable-pd": "prefill and decoding must run in one engine: the drafters' state is made by prefill",
+    "--enable-mixed-chunk": "a forward can't both prefill and verify rows of different widths",
+    "--enable-custom-logit-processor": "its changes would not reach the positions of a draft",
+    "--enable-return-hidden-states": "the hidden states of a verification are the drafters'",
+    "--decoupled-spec": "drafting and verification must run in one engine",
+    "--encoder-only": "prefill and decoding must run in one engine: the drafters' state is made by prefill",
     "--speculative": "the extension sets speculation up by itself, from the bundle",
     "--model-path": "the target comes from --target or the bundle",
     "--model": "the target comes from --target or the bundle",
 }
 """Names, or beginnings of names that stand for a family of flags, and why they are refused."""
-_FAMILIES = ("--hicache", "--enable-lora", "--lora", "--max-lora", "--disaggregation", "--enable-pd", "--speculative")
+_FAMILIES = (
+    "--hicache",
+    "--enable-lora",
+    "--lora",
+    "--max-lora",
+    "--disaggregation",
+    "--enable-pd",
+    "--decoupled-spec",
+    "--speculative",
+)
 _PIPELINE = ("--pp-size", "--pipeline-parallel-size")
 _BACKENDS = ("--attention-backend", "--decode-attention-backend", "--prefill-attention-backend")
 _RAGGED: Mapping[Device, tuple[str, ...]] = {
@@ -112,7 +126,7 @@ def check_flags(flags: Sequence[Flag], *, device: Device) -> None:
         if any(means(flag.name, name) for name in _PIPELINE) and flag.value != "1":
             raise ServingError(
                 f"{flag.name} {flag.value} can't be used here: speculation needs all layers in one stage",
-                mend="use --tp-size for several GPUs",
+                mend="leave it out",
             )
         if any(means(flag.name, name) for name in _BACKENDS) and flag.value not in _RAGGED[device]:
             raise ServingError(

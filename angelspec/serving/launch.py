@@ -14,7 +14,7 @@ from types import FrameType
 from angelspec.core.fingerprint import fingerprint
 from angelspec.core.locations import cache_folder
 from angelspec.serving.client import Client
-from angelspec.serving.failures import ServingError, StartFailed
+from angelspec.serving.failures import ServerUnreachable, ServingError, StartFailed
 from angelspec.serving.plan import ServePlan
 from angelspec.serving.probe import Probed, probe
 from angelspec.serving.process import ServerProcess
@@ -22,6 +22,8 @@ from angelspec.serving.process import ServerProcess
 Say = Callable[[str], None]
 _POLL = 0.2
 _SHOWN_LINES = 25
+_DYING_SECONDS = 3.0
+"""Between the last connection of a server that dies and its end."""
 _EVERY = 10.0
 """Seconds between two lines of progress."""
 
@@ -142,8 +144,8 @@ def _wait_until_healthy(server: ServerProcess, client: Client, *, say: Say, time
 def _probed(server: ServerProcess, client: Client, plan: ServePlan, *, say: Say) -> list[Probed]:
     try:
         probed = probe(client, plan.resolved)
-    except ServingError:
-        if server.exit_code is not None:
+    except ServerUnreachable:
+        if server.ended_within(_DYING_SECONDS):
             raise _ended(server, "the server ended while it was probed") from None
         raise
     for item in probed:

@@ -193,8 +193,6 @@ def _notes(resolved: ResolvedBundle, defaults: Mapping[str, str | None]) -> list
     ]
     if defaults.get("--attention-backend") == "flashinfer":
         notes.append("flashinfer verifies rows of different widths without CUDA graphs only; fa3 (H100, H200) has them")
-    if not resolved.drafters:
-        notes.append("the bundle has no drafter: every request is decoded plainly")
     for drafter in resolved.drafters:
         if not any(item.drafter == drafter.entry.name for item in resolved.bundle.acceptance):
             notes.append(

@@ -16,6 +16,8 @@ import psutil
 
 _KEPT_LINES = 400
 _POLL = 0.05
+_CHILDREN_SECONDS = 2.0
+"""That what the server started has to end by itself, once the server is gone."""
 
 
 class ServerProcess:
@@ -86,8 +88,9 @@ class ServerProcess:
         if self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
-            self._wait(grace)
-        for number, seconds in ((signal.SIGTERM, min(grace, 3.0)), (signal.SIGKILL, 3.0)):
+            self.ended_within(grace)
+        self._wait(min(grace, _CHILDREN_SECONDS))
+        for number, seconds in ((signal.SIGTERM, min(grace, _CHILDREN_SECONDS)), (signal.SIGKILL, 3.0)):
             if self._wait(0.0):
                 break
             for member in self._alive():
@@ -95,6 +98,13 @@ class ServerProcess:
                     member.send_signal(number)
             self._wait(seconds)
         self._reader.join(timeout=2.0)
+
+    def ended_within(self, seconds: float) -> bool:
+        """Wait for the end of the main process; False: it still runs."""
+        end = time.monotonic() + seconds
+        while self.exit_code is None and time.monotonic() < end:
+            time.sleep(_POLL)
+        return self.exit_code is not None
 
     def kill(self) -> None:
         """End everything by force, now."""

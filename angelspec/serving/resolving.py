@@ -208,6 +208,9 @@ def resolve_bundle(bundle: Bundle, *, parts: Parts) -> ResolvedBundle:
                 located, examined.config, examined.num_weights, examined.manifest, tuple(notes), found.overrides
             )
         )
+    problems += _apart(resolved)
+    if not bundle.drafters:
+        problems.append("there is no drafter")
     if problems:
         raise BundleError("\n".join(problems), mend="use the target and the mode that each drafter was trained for")
     located_target = bundle.target.model_copy(update={"source": str(target.folder), "digest": target.digest})
@@ -298,10 +301,23 @@ def _check_entry(entry: BundleDrafter, found: FoundDrafter, examined: Examined) 
         wrong.append(f"family is {config.family}, not {entry.family}")
     if known_mode not in (None, entry.mode):
         wrong.append(f"it was trained for {known_mode}, not for {entry.mode}")
-    if entry.depth > config.num_proposals:
+    if entry.depth > config.num_proposals or (config.family == "block" and entry.depth < config.num_proposals):
         wrong.append(f"it proposes {config.num_proposals} tokens, not {entry.depth}")
+    if config.target_num_layers - 1 in config.target_layer_ids:
+        wrong.append("it reads the output of the target's last layer, which SGLang's models do not hand out")
     if wrong:
         raise BundleError(f"drafters.{entry.name}: {'; '.join(wrong)}")
+
+
+def _apart(drafters: Sequence[ResolvedDrafter]) -> list[str]:
+    """Why drafters can't share one pool of keys and values (empty: they can)."""
+    return [
+        f"drafters '{drafters[0].entry.name}' and '{other.entry.name}' can't be served together: {key} is "
+        f"{getattr(drafters[0].config, key)} and {getattr(other.config, key)}, but they share one pool"
+        for other in drafters[1:]
+        for key in ("num_kv_heads", "head_dim")
+        if getattr(drafters[0].config, key) != getattr(other.config, key)
+    ]
 
 
 def _named(text: str) -> tuple[str | None, str]:

@@ -126,8 +126,8 @@ def test_a_round_without_plain_decoding_is_no_pair():
 def test_a_whole_run_with_a_control():
     said = []
     with (
-        FakeSGLang(behaviour=Behaviour(step_seconds=0.01)) as server,
-        FakeSGLang(behaviour=Behaviour(step_seconds=0.01, extension=False)) as control,
+        FakeSGLang(behaviour=Behaviour(step_seconds=0.005)) as server,
+        FakeSGLang(behaviour=Behaviour(step_seconds=0.005, extension=False)) as control,
     ):
         result = _bench(server, control=control, said=said)
         requests = [body for path, body in server.requests if path.endswith("completions")][2:]  # two tries before

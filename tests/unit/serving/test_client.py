@@ -147,6 +147,13 @@ def test_a_connection_that_breaks_keeps_what_came():
         assert broken.value.partial.finish_reason is None
 
 
+def test_a_stream_that_ends_too_soon_is_broken_even_if_it_ends_in_order():
+    with FakeSGLang(behaviour=Behaviour(words=WORDS, end_after=2)) as server, Client(server.url) as client:
+        with pytest.raises(StreamBroken, match="ended in the middle") as broken, client.stream_chat(USER) as stream:
+            list(stream)
+        assert broken.value.partial.text == "one two three four"
+
+
 def test_an_error_in_mid_stream_keeps_what_came():
     with FakeSGLang(behaviour=Behaviour(words=WORDS, error_after=1)) as server, Client(server.url) as client:
         with pytest.raises(StreamBroken, match="ran out of memory") as broken, client.stream_chat(USER) as stream:
@@ -165,9 +172,9 @@ def test_leaving_a_stream_stops_the_server():
     words = " ".join(["word"] * 400)
     with FakeSGLang(behaviour=Behaviour(words=words, step_seconds=0.01)) as server, Client(server.url) as client:
         with client.stream_chat(USER) as stream:
-            for chunk in stream:
-                if chunk.text:
-                    break
+            chunks = iter(stream)  # kept: that it is collected must not be what closes the connection
+            while not next(chunks).text:
+                pass
         _until(lambda: server.disconnected)
         assert server.counters["steps"] < 100
         assert stream.answer.text

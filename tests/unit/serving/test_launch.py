@@ -13,7 +13,7 @@ import psutil
 import pytest
 from fake_sglang import Behaviour, FakeSGLang
 from hub_builders import manifest_of
-from serving_builders import install_fake_sglang, plan_of, resolved_bundle
+from serving_builders import DFLY, install_fake_sglang, plan_of, resolved_bundle
 
 from angelspec.core.bundle import load_bundle
 from angelspec.core.recipe_files import load_recipe
@@ -111,7 +111,7 @@ def test_a_server_that_dies_at_start_shows_its_last_words(start):
 
 def test_a_server_that_never_becomes_healthy_is_stopped(start):
     began = time.monotonic()
-    _, error, processes = start(behaviour={"never_healthy": True}, start_timeout=2.5)
+    _, error, processes = start(behaviour={"never_healthy": True}, start_timeout=1.6)
     assert isinstance(error, StartFailed)
     assert "not healthy after 2 s" in error.message
     assert "ready to serve" in error.message  # the last line of its log
@@ -153,7 +153,7 @@ def test_a_server_that_ends_by_itself_is_an_error(start):
 
 def test_a_stubborn_server_with_a_stubborn_child_is_ended_by_force(start):
     began = time.monotonic()
-    said, error, processes = start(behaviour={"stubborn": True, "child": True}, grace=0.5)
+    said, error, processes = start(behaviour={"stubborn": True, "child": True}, grace=0.3)
     assert error is None
     assert len(processes) == 2
     assert _gone(processes)
@@ -161,7 +161,7 @@ def test_a_stubborn_server_with_a_stubborn_child_is_ended_by_force(start):
 
 
 def test_children_that_outlive_the_server_are_ended(start):
-    said, error, processes = start(behaviour={"child": True}, grace=1.0)  # the server itself ends at once
+    said, error, processes = start(behaviour={"child": True}, grace=0.3)  # the server itself ends at once
     assert error is None
     assert len(processes) == 2
     assert _gone(processes)
@@ -261,7 +261,7 @@ def test_the_probe_misses_a_drafter_that_was_not_loaded(tmp_path):
 
 
 def test_nothing_is_expected_of_an_untrained_drafter(tmp_path):
-    manifest = manifest_of(load_recipe("tiny-dfly-llama"))
+    manifest = manifest_of(load_recipe("tiny-dfly-llama"), drafter=DFLY, acceptance=())
     fresh = manifest.model_copy(update={"training": manifest.training.model_copy(update={"steps": 0})})
     probed, _ = _probe(
         tmp_path, Behaviour(committed={}), names=("dfly",), manifests={"dfly": fresh}, digest="ab12" * 16

@@ -3,6 +3,7 @@
 import io
 
 import pytest
+import serving_builders
 from hub_builders import manifest_of
 from rich.console import Console
 from serving_builders import GPU, fake_parts, install_fake_sglang, plan_of, resolved_bundle, target_folder
@@ -37,7 +38,8 @@ def test_flags_are_read_in_every_form():
         ["--enable-lora"], ["--enable-lora-overlap-loading"], ["--lora-paths", "a"], ["--max-lora-rank", "8"],
         ["--max-loaded-loras", "2"], ["--disaggregation-mode", "prefill"], ["--disaggregation-mode=decode"],
         ["--pp-size", "2"], ["--pipeline-parallel-size=4"], ["--speculative-algorithm", "EAGLE"],
-        ["--speculative-num-steps", "3"], ["--model-path", "x"], ["--model", "x"],
+        ["--speculative-num-steps", "3"], ["--decoupled-spec-role", "x"], ["--enable-mixed-chunk"],
+        ["--enable-custom-logit-processor"], ["--enable-return-hidden-states"], ["--model-path", "x"], ["--model", "x"],
         ["--attention-backend", "triton"], ["--attention-backend=intel_amx"], ["--attention-backend", "torch_native"],
         ["--decode-attention-backend", "triton"], ["--prefill-attention-backend", "flashmla"],
     ],
@@ -211,8 +213,26 @@ def test_a_bundle_that_says_otherwise_than_its_drafters_is_refused(tmp_path):
         assert words in refused.value.message
 
 
+def test_drafters_that_cannot_share_an_engine_are_refused(tmp_path, monkeypatch):
+    parts = fake_parts(tmp_path)
+    target = target_folder(tmp_path / "target")
+    bundle = compose_bundle(str(target), [str(tmp_path / "mtp"), str(tmp_path / "dfly")], parts=parts)
+    shorter = bundle.drafters[1].model_copy(update={"depth": 6})
+    with pytest.raises(BundleError, match="proposes 7 tokens, not 6"):
+        resolve_bundle(bundle.model_copy(update={"drafters": (shorter,)}), parts=parts)
+    with pytest.raises(BundleError, match="there is no drafter"):
+        resolve_bundle(bundle.model_copy(update={"drafters": ()}), parts=parts)
+    wide = serving_builders.DFLY.model_copy(update={"head_dim": 16})
+    monkeypatch.setattr(serving_builders, "DFLY", wide)
+    with pytest.raises(BundleError, match="'mtp' and 'dfly' can't be served together: head_dim is 8 and 16"):
+        resolve_bundle(bundle, parts=parts)
+    monkeypatch.setattr(serving_builders, "DFLY", wide.model_copy(update={"head_dim": 8, "target_layer_ids": (1, 5)}))
+    with pytest.raises(BundleError, match="output of the target's last layer"):
+        resolve_bundle(bundle, parts=parts)
+
+
 def test_an_untrained_drafter_is_known_as_such(tmp_path):
-    manifest = manifest_of(_recipe())
+    manifest = manifest_of(_recipe(), drafter=serving_builders.DFLY, acceptance=())
     fresh = manifest.model_copy(update={"training": manifest.training.model_copy(update={"steps": 0})})
     resolved = resolved_bundle(tmp_path, ("dfly",), manifests={"dfly": fresh}, digest="ab12" * 16)
     assert not resolved.drafters[0].is_trained
