@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import signal
 import socket
 import threading
-import time
 
 import httpx
 import psutil
@@ -63,22 +61,25 @@ def test_one_engine_is_started_shown_and_ended_with_the_page(tmp_path, monkeypat
     page = free_port("127.0.0.1")
     bundle = resolved_bundle(tmp_path)
     monkeypatch.setattr(demo_commands, "_plan", lambda file, *, engine_port: plan_of(bundle, port=engine_port))
-    found = {}
+    found, said, announced = {}, [], threading.Event()
+
+    def echo(text: str, **_) -> None:
+        said.append(text)
+        if text.startswith("demo on"):
+            announced.set()
 
     def visit() -> None:
-        with httpx.Client(trust_env=False) as client:
-            while "page" not in found:
-                with contextlib.suppress(httpx.TransportError):
-                    found["page"] = client.get(f"http://127.0.0.1:{page}/").text
-                time.sleep(0.05)
+        announced.wait(60)
+        found["page"] = httpx.get(f"http://127.0.0.1:{page}/", trust_env=False).text
         found["engine"] = [p for p in psutil.Process().children() if "sglang.launch_server" in " ".join(p.cmdline())]
         os.kill(os.getpid(), signal.SIGINT)
 
+    monkeypatch.setattr(demo_commands.click, "echo", echo)
     threading.Thread(target=visit, daemon=True).start()
     result = CliRunner().invoke(cli, ["demo", "--no-browser", "--port", str(page)])
     assert result.exit_code == 0, result.output
     assert "angelspec demo" in found["page"]
-    assert f"demo on http://127.0.0.1:{page}/ (Ctrl-C stops it)" in result.output
+    assert f"demo on http://127.0.0.1:{page}/ (Ctrl-C stops it)" in said
     assert len(found["engine"]) == 1 and not found["engine"][0].is_running()
     with pytest.raises(httpx.TransportError):
         httpx.get(f"http://127.0.0.1:{page}/", trust_env=False)

@@ -66,6 +66,8 @@ def test_accepted_tokens_are_marked_by_position_and_the_models_own_are_not():
     pieces = [Piece("a", 0), Piece("b", 1), Piece("c", 2), Piece("d", 0)]
     assert token_html(pieces, Part("text", 0, 4)) == 'a<i class="a1">b</i><i class="a2">c</i>d'
     assert token_html(pieces, Part("text", 1, 2)) == '<i class="a1">b</i>'
+    words = [Piece("one ", 0), Piece("", 1), Piece("two ", 2), Piece("three", 0)]
+    assert token_html(words, Part("text", 0, 13)) == 'one <i class="a2">two </i>three'
 
 
 def test_a_token_across_two_parts_is_split():
