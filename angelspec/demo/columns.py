@@ -159,7 +159,7 @@ def _columns_of(seen: Seen, mode: Mode, *, several: bool) -> list[Column]:
         if drafter.family == "block":
             found.append(column(f"{title} with D-cut", drafter.name, drafter.name, AUTO, drafter.depth))
     if drafters:
-        found.append(column("Automatic", "chosen for each step", AUTO, AUTO, deepest))
+        found.append(column("Automatic", "chosen per step", AUTO, AUTO, deepest))
     return found
 
 
