@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from pathlib import Path
+
 import click
 
 
@@ -69,3 +73,160 @@ def train_command(
         click.echo(json.dumps([result.model_dump(mode="json") for result in results], indent=2))
     else:
         print_bench(results)
+
+
+@bench.command("serve")
+@click.option("--url", required=True, help="Of a server that `angelspec serve` started, e.g. http://127.0.0.1:30000.")
+@click.option("--control-url", help="Of a server without the extension and the same target, measured in turns.")
+@click.option(
+    "--prompts",
+    multiple=True,
+    required=True,
+    metavar="[NAME=]SOURCE",
+    help="A prompt file or builtin:… set; may repeat: each is measured, and all together as 'mixed'.",
+)
+@click.option("--no-mixed", is_flag=True, help="Do not measure several prompt sets together.")
+@click.option("--limit", type=click.IntRange(min=1), help="Prompts per set.")
+@click.option(
+    "--concurrency",
+    multiple=True,
+    type=click.IntRange(min=1),
+    default=(1, 4, 8),
+    show_default=True,
+    help="Users at a time; may repeat.",
+)
+@click.option(
+    "--route",
+    "routes",
+    multiple=True,
+    default=("auto",),
+    show_default=True,
+    metavar="ROUTE[:CUT]",
+    help="auto, ar (always measured) or a drafter; may repeat. With :CUT it is measured with this cut alone.",
+)
+@click.option(
+    "--dcut",
+    "cuts",
+    multiple=True,
+    default=("auto",),
+    show_default=True,
+    metavar="CUT",
+    help="auto, off or a keep ratio, for routes that name none; may repeat.",
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="Measured requests per window, at least twice the concurrency.",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="Longest answer; answers end by themselves before.",
+)
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Of every request.")
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Windows per cell; the order of the choices is rotated between them.",
+)
+@click.option("--mode", type=click.Choice(["no-think", "high-think"]), help="Thinking mode (default: the template's).")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts' order and of every request.")
+@click.option(
+    "--minimum-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="Shorter windows are marked in every table.",
+)
+@click.option("--api-key", envvar="ANGELSPEC_SERVER_KEY", help="Of the servers [env: ANGELSPEC_SERVER_KEY].")
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("runs/serve-bench"),
+    show_default=True,
+    help="Folder for serve-bench.json, serve-bench.md and plots.",
+)
+@click.option("--quiet", is_flag=True, help="Show no progress.")
+def serve_command(
+    url: str,
+    control_url: str | None,
+    prompts: tuple[str, ...],
+    no_mixed: bool,
+    limit: int | None,
+    concurrency: tuple[int, ...],
+    routes: tuple[str, ...],
+    cuts: tuple[str, ...],
+    requests: int,
+    max_tokens: int,
+    temperature: float,
+    repeats: int,
+    mode: str | None,
+    seed: int,
+    minimum_seconds: float,
+    api_key: str | None,
+    output: Path,
+    quiet: bool,
+) -> None:
+    """Measure a running server under closed-loop load, every choice in turns beside plain decoding.
+
+    Each user sends its next prompt when its last answer has ended. A window begins after every user's first answer and
+    ends when the prompts run out. All choices get the same prompts, seeds and limits from one engine, by the request's
+    route and cut; the prefix cache is emptied before each window. Speedups are paired by repeat and have 95 % t
+    intervals (over the logarithms), so give at least 3 repeats.
+
+    Exit codes: 0 measured; 2 a route, a cut or prompts are wrong; 11 a server is out of reach; 12 measured and
+    written, but requests failed.
+    """
+    from angelspec.evaluation.machine import Machine
+    from angelspec.evaluation.serve_plot import plot_bench
+    from angelspec.evaluation.serve_tables import print_bench, write_bench_report
+    from angelspec.pipeline.progress import table_console
+    from angelspec.pipeline.serve_prompts import traffics_of
+    from angelspec.serving.bench import choices_of, run_bench
+    from angelspec.serving.bench_result import BenchSettings
+    from angelspec.serving.failures import BenchFailed
+
+    settings = BenchSettings(
+        concurrency=tuple(dict.fromkeys(concurrency)),
+        requests=requests,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        repeats=repeats,
+        seed=seed,
+        mode=mode,
+        minimum_seconds=minimum_seconds,
+    )
+    result = run_bench(
+        url,
+        traffics_of(prompts, limit=limit, mixed=not no_mixed),
+        settings=settings,
+        choices=choices_of(routes, cuts),
+        control_url=control_url,
+        api_key=api_key,
+        hardware=f"client and, if local, server: {Machine.here().description}",
+        command=shlex.join(["angelspec", *_without_key(sys.argv[1:])]),
+        say=(lambda text: None) if quiet else (lambda text: click.echo(text, err=True)),
+    )
+    path = result.save(output)
+    plots = {caption: picture.name for caption, picture in plot_bench(result, output).items()}
+    report = write_bench_report(result, output, plots=plots)
+    print_bench(result, console=table_console())
+    click.echo(f"result: {path}\nreport: {report}")
+    failed = sum(len(window.failures) for window in result.windows)
+    if failed:
+        raise BenchFailed(f"{failed} requests failed; what they would have given is missing from the figures")
+
+
+def _without_key(arguments: list[str]) -> list[str]:
+    """The command line as it may be shown."""
+    shown = []
+    for index, argument in enumerate(arguments):
+        secret = argument.startswith("--api-key=") or (index and arguments[index - 1] == "--api-key")
+        shown.append("--api-key=..." if argument.startswith("--api-key=") else "..." if secret else argument)
+    return shown

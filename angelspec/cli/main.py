@@ -8,13 +8,16 @@ import click
 
 from angelspec import __version__
 from angelspec.cli.bench_commands import bench
+from angelspec.cli.bundle_commands import bundle
 from angelspec.cli.checkpoint_commands import checkpoint
 from angelspec.cli.clean_commands import clean
 from angelspec.cli.data_commands import data
+from angelspec.cli.demo_commands import demo
 from angelspec.cli.doctor_commands import doctor
 from angelspec.cli.evaluate_commands import evaluate
 from angelspec.cli.hub_commands import publish, pull
 from angelspec.cli.recipe_commands import recipe
+from angelspec.cli.serve_commands import serve
 from angelspec.core.errors import AngelspecError
 
 
@@ -35,7 +38,7 @@ def cli() -> None:
     """Train, measure, serve and publish speculative-decoding drafters."""
 
 
-for command in (recipe, evaluate, data, checkpoint, publish, pull, bench, doctor, clean):
+for command in (recipe, evaluate, data, checkpoint, bundle, serve, demo, publish, pull, bench, doctor, clean):
     cli.add_command(command)
 
 

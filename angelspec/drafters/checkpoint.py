@@ -40,7 +40,7 @@ from angelspec.drafters.target_copy import CONFIG_FILE, LAYER_FILE, copy_target,
 from angelspec.drafters.weight_files import SAFETENSORS, find_weights, read_tensors, tensor_names
 
 _UNUSED_HEADS = ("markov_head.", "confidence_head.")
-_HARMLESS = {"dtype-differs"}
+HARMLESS = {"dtype-differs"}
 """Problems that a check reports and that loading, which looks at the tensors themselves, need not refuse."""
 
 
@@ -151,7 +151,7 @@ def load_drafter(
     """
     path = Path(path)
     found = examine_checkpoint(path, geometry=geometry, embedding_VD=embedding_VD, overrides=overrides)
-    problems = [problem for problem in found.problems if problem.code not in _HARMLESS]
+    problems = [problem for problem in found.problems if problem.code not in HARMLESS]
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointError(f"{path} can't be loaded: {len(problems)} problem(s)\n{lines}")

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
-from angelspec.core.errors import CheckpointError, RecipeError
+from angelspec.core.errors import CheckpointError
 from angelspec.core.manifest import DrafterManifest
-from angelspec.core.recipe import PromptSource, Recipe
+from angelspec.core.recipe import Recipe
 from angelspec.core.recipe_files import resolve
+from angelspec.data.prompt_items import prompt_source
 from angelspec.data.reading import read_sources
 from angelspec.decoding.proposers import drafter_proposer
 from angelspec.decoding.speculative import CutPolicy
@@ -192,18 +193,7 @@ def _recipe(
     }
     document["evaluation"].update({key: value for key, value in changes.items() if value is not None})
     if prompts:
-        document["data"]["evaluation"] = [_source(item).model_dump(mode="json") for item in prompts]
+        document["data"]["evaluation"] = [prompt_source(item).model_dump(mode="json") for item in prompts]
     if target_source is not None:
         document["target"]["source"] = target_source if ":" in target_source else f"folder:{target_source}"
     return resolve(Recipe.model_validate(document))
-
-
-def _source(text: str) -> PromptSource:
-    name, separator, source = text.partition("=")
-    if not separator:
-        name, source = Path(text.partition(":")[2] or text).stem, text
-    if ":" not in source:
-        source = f"file:{source}"
-    if not name:
-        raise RecipeError(f"prompts '{text}' have no name", mend="write NAME=SOURCE")
-    return PromptSource(name=name, source=source)

@@ -86,8 +86,6 @@ def _print_end(recipe: Recipe, drafter: Path, *, target_folder: Path) -> None:
         mode=recipe.mode,
         family=recipe.target.mode_family,
     )
-    if not instructions:
-        console.print("\nno engine serves this drafter beside this target yet", highlight=False)
     for instruction in instructions:
         console.print(f"\n[bold]serve with {instruction.engine}[/bold] ({instruction.note})", highlight=False)
         console.print(f"  {instruction.command}", soft_wrap=True, highlight=False)

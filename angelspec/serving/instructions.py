@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from angelspec.core.drafter_config import BlockDrafterConfig, DrafterConfig, MtpDrafterConfig
 from angelspec.core.modes import Mode, mode_family
+from angelspec.core.repositories import is_repository_name
 
 _SGLANG_ALGORITHMS = {"dflash": "DFLASH", "dspark": "DSPARK"}
 """Block drafters that SGLang serves by itself, under their names there."""
@@ -25,15 +27,22 @@ class ServeInstruction:
 def serve_instructions(
     config: DrafterConfig, *, checkpoint: Path | str, target: str, mode: Mode, family: str
 ) -> list[ServeInstruction]:
-    """Commands that serve ``checkpoint`` beside ``target`` (a model path or hub id); none: no engine knows it.
+    """Commands that serve ``checkpoint`` beside ``target`` (a model path or hub id), ours first.
 
     Requests must carry the template arguments of the drafter's mode; the note says which.
     """
     arguments = json.dumps(mode_family(family).arguments(mode))
     request = f"send chat_template_kwargs={arguments} with every request: the drafter is trained for {mode} only"
+    named = f"hf:{target}" if is_repository_name(target) and not Path(target).exists() else target
+    ours = ServeInstruction(
+        "SGLang with angelspec",
+        f"angelspec serve --target {shlex.quote(named)} --drafter {shlex.quote(str(checkpoint))}",
+        f"requests with chat_template_kwargs={arguments} use it, others are decoded plainly; "
+        "more drafters: --drafter again",
+    )
     if isinstance(config, MtpDrafterConfig):
-        return _mtp_instructions(config, checkpoint=checkpoint, target=target, family=family, request=request)
-    return _block_instructions(config, checkpoint=checkpoint, target=target, request=request)
+        return [ours, *_mtp_instructions(config, checkpoint=checkpoint, target=target, family=family, request=request)]
+    return [ours, *_block_instructions(config, checkpoint=checkpoint, target=target, request=request)]
 
 
 def _block_instructions(
@@ -57,7 +66,7 @@ def _block_instructions(
         ServeInstruction(
             "vLLM with the DFly pull request 50246",
             f"vllm serve {target} --speculative-config '{settings}'",
-            f"no released engine serves '{config.algorithm}' yet; {request}",
+            f"no other released engine serves '{config.algorithm}' yet; {request}",
         )
     ]
 
@@ -83,7 +92,7 @@ def _mtp_instructions(
             ServeInstruction(
                 "vLLM with AngelSpec's Qwen3 MTP plug-in",
                 f"{convert} && vllm serve {served} --speculative-config '{settings}'",
-                f"no released engine serves MTP beside Qwen3 yet; {request}",
+                f"no other released engine serves MTP beside Qwen3 yet; {request}",
             )
         ]
     return []

@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 
+from angelspec.cli.serve_commands import serve
 from angelspec.core.drafter_config import BlockDrafterConfig, MoeConfig, MtpDrafterConfig
 from angelspec.core.geometry import Rope
 from angelspec.serving.instructions import serve_instructions
@@ -29,7 +30,24 @@ def _mtp(**parts):
 
 
 def _instructions(config, family):
-    return serve_instructions(config, checkpoint="runs/x/drafter", target="the/target", mode="no-think", family=family)
+    """The other engines'; ours comes first."""
+    ours, *others = serve_instructions(
+        config, checkpoint="runs/x/drafter", target="the/target", mode="no-think", family=family
+    )
+    assert ours.command == "angelspec serve --target hf:the/target --drafter runs/x/drafter"
+    return others
+
+
+def test_our_own_command_is_one_that_the_command_line_takes(tmp_path):
+    (ours, *_) = serve_instructions(
+        _mtp(), checkpoint=tmp_path / "my drafter", target=str(tmp_path), mode="high-think", family="smollm2"
+    )
+    words = shlex.split(ours.command)
+    assert words[:2] == ["angelspec", "serve"]
+    parsed = serve.make_context("serve", words[2:]).params
+    assert parsed["target"] == str(tmp_path)
+    assert parsed["drafters"] == (str(tmp_path / "my drafter"),)
+    assert '"enable_thinking": true' in ours.note
 
 
 def test_hy3s_layer_is_served_by_nextn():

@@ -1,0 +1,144 @@
+"""``angelspec bundle``: one target and the drafters that serve it together, as a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.group()
+def bundle() -> None:
+    """Write, show and check bundles: a target, its drafters, their routes, and what was measured of them."""
+
+
+@bundle.command("create")
+@click.option(
+    "--target", required=True, metavar="TARGET", help="A folder, hf:ORG/NAME, modelscope:ORG/NAME, or a known name."
+)
+@click.option(
+    "--drafter",
+    "drafters",
+    multiple=True,
+    required=True,
+    metavar="[NAME=]CHECKPOINT",
+    help="A folder, hf:ORG/NAME, modelscope:ORG/NAME or a registered name; may repeat, in order of preference.",
+)
+@click.option(
+    "--route",
+    "routes",
+    multiple=True,
+    metavar="[WORKLOAD][/MODE]=ROUTE",
+    help="A fixed route, such as code=dfly, math/high-think=mtp or =ar for all; may repeat, the first that holds "
+    "decides (default: by load).",
+)
+@click.option(
+    "--measure",
+    "prompts",
+    multiple=True,
+    metavar="[NAME=]SOURCE",
+    help="Measure acceptance on these prompts (a file or builtin:…) with the reference loop; may repeat. Without it, "
+    "the figures of the drafters' own evaluation are taken.",
+)
+@click.option("--limit", type=click.IntRange(min=1), help="Prompts per source of --measure.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Of --measure.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Of --measure.")
+@click.option("--name", default="", help="Of the bundle.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("bundle.yaml"),
+    show_default=True,
+    help="File to write: JSON where it ends in .json, else YAML. Paths in it are relative to it.",
+)
+@click.option("--quiet", is_flag=True, help="Show no progress.")
+def create_command(
+    target: str,
+    drafters: tuple[str, ...],
+    routes: tuple[str, ...],
+    prompts: tuple[str, ...],
+    limit: int | None,
+    max_new_tokens: int,
+    batch_size: int,
+    name: str,
+    output: Path,
+    quiet: bool,
+) -> None:
+    """Write a bundle of a target and its drafters, after checking that they fit.
+
+    Step costs are not measured here: the server measures them when it starts, on the machine that it serves on.
+    """
+    from angelspec.cli import serving_parts
+    from angelspec.serving.resolving import compose_bundle, resolve_bundle, with_acceptance, with_routes
+
+    parts = serving_parts.parts()
+    made = compose_bundle(target, drafters, parts=parts, name=name, relative_to=output.resolve().parent)
+    made = with_routes(made, routes)
+    resolved = resolve_bundle(made.located(output.resolve().parent), parts=parts)
+    if prompts:
+        from angelspec.pipeline.bundle_measure import measure_bundle
+        from angelspec.pipeline.progress import Progress
+
+        progress = Progress(quiet=quiet)
+        with progress.running():
+            measured = measure_bundle(
+                resolved, prompts, limit=limit, max_new_tokens=max_new_tokens, batch_size=batch_size, progress=progress
+            )
+        made = with_acceptance(made, measured)
+    made.save(output)
+    click.echo(f"written: {output}")
+    _show(output)
+    click.echo(f"serve it: angelspec serve --bundle {output}")
+
+
+@bundle.command("show")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show_command(file: Path, as_json: bool) -> None:
+    """Show the bundle FILE; nothing is fetched or loaded."""
+    from angelspec.core.bundle import load_bundle
+
+    if as_json:
+        click.echo(json.dumps(load_bundle(file).model_dump(mode="json"), indent=2, ensure_ascii=False))
+    else:
+        _show(file)
+
+
+@bundle.command("check")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check_command(file: Path, as_json: bool) -> None:
+    """Say what keeps the bundle FILE from being served, as `angelspec serve` would; exit 1 if anything does.
+
+    Drafters and target are fetched where they are not on this machine, and every tensor is looked at.
+    """
+    from angelspec.cli import serving_parts
+    from angelspec.core.bundle import check_bundle, load_bundle
+    from angelspec.core.errors import AngelspecError
+    from angelspec.serving.resolving import resolve_bundle
+
+    problems, notes = check_bundle(file), []
+    if not problems:
+        try:
+            resolved = resolve_bundle(load_bundle(file), parts=serving_parts.parts())
+            notes = [f"{drafter.entry.name}: {note}" for drafter in resolved.drafters for note in drafter.notes]
+        except AngelspecError as error:
+            problems = [str(error)]
+    if as_json:
+        result = {"file": str(file), "ok": not problems, "problems": problems, "notes": notes}
+        click.echo(json.dumps(result, indent=2, ensure_ascii=False))
+    else:
+        click.echo(f"{file}: {len(problems)} problem(s)" if problems else f"{file}: ok")
+        for line in [*problems, *(f"note: {note}" for note in notes)]:
+            click.echo(f"  {line}")
+    sys.exit(1 if problems else 0)
+
+
+def _show(file: Path) -> None:
+    from angelspec.core.bundle import load_bundle
+    from angelspec.pipeline.progress import table_console
+    from angelspec.serving.plan_table import print_bundle
+
+    print_bundle(load_bundle(file), console=table_console())

@@ -1,0 +1,131 @@
+"""``angelspec demo``: a page on which anyone sees what each drafter does."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from angelspec.core.errors import BundleError, MissingRequirement
+
+if TYPE_CHECKING:
+    from gradio import Blocks
+
+    from angelspec.serving.plan import ServePlan
+
+SHIPPED_BUNDLE = "bundle.yaml"
+"""The bundle of the shipped drafters, in the folder ``checkpoints``."""
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@click.command()
+@click.option(
+    "--server",
+    "servers",
+    multiple=True,
+    metavar="NAME=URL",
+    help="A server that runs already; may repeat. With and without angelspec's extension.",
+)
+@click.option(
+    "--bundle",
+    "bundle_file",
+    type=click.Path(path_type=Path),
+    help="Without --server: the bundle to serve (default: the drafters that ship with angelspec).",
+)
+@click.option(
+    "--results",
+    "result_files",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A result of `angelspec bench serve` to draw, file or folder; may repeat.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the page.")
+@click.option("--port", type=click.IntRange(0, 65535), default=7860, show_default=True, help="0: a free one.")
+@click.option("--no-browser", is_flag=True, help="Do not open the page in a browser.")
+@click.option("--quiet", is_flag=True, help="Do not show the log of the server that is started.")
+def demo(
+    servers: tuple[str, ...],
+    bundle_file: Path | None,
+    result_files: tuple[Path, ...],
+    host: str,
+    port: int,
+    no_browser: bool,
+    quiet: bool,
+) -> None:
+    """Compare drafters in the browser: one prompt, answered side by side, with live figures.
+
+    Without --server one engine is started with the shipped drafters (or those of --bundle) and ended with the page.
+    With --server the page compares servers that run already. Nothing is sent anywhere but to these servers.
+
+    Exit codes: 0 stopped by Ctrl-C; 2 something does not fit or is missing; 9 and 10 as of `angelspec serve`.
+    """
+    if importlib.util.find_spec("gradio") is None:
+        raise MissingRequirement("the demo needs Gradio", mend="install it: pip install 'angelspec[demo]'")
+    if servers and bundle_file is not None:
+        raise BundleError("--server and --bundle exclude each other", mend="give one of them")
+    from angelspec.demo.app import build_page, launch_page
+    from angelspec.demo.columns import Server, parse_servers
+    from angelspec.serving.bench_result import RESULT_FILE, BenchResult
+    from angelspec.serving.launch import check_port, free_port
+    from angelspec.serving.launch import serve as run_server
+
+    results = [BenchResult.load(path / RESULT_FILE if path.is_dir() else path) for path in result_files]
+    port = port or free_port(host)
+    check_port(host, port)
+
+    def say(text: str) -> None:
+        click.echo(text, err=True)
+
+    def show(page: Blocks) -> None:
+        url = launch_page(page, host=host, port=port, open_browser=not no_browser)
+        say(f"demo on {url} (Ctrl-C stops it)")
+        if host not in _LOOPBACK:
+            say("anyone who reaches this address can use the page and, through it, the servers")
+        if servers:
+            page.block_thread()
+
+    if servers:
+        show(build_page(parse_servers(servers), results))
+        return
+    plan = _plan(bundle_file, engine_port=free_port("127.0.0.1"))
+    page = build_page([Server("embedded", plan.url)], results)
+    try:
+        run_server(plan, say=say, show_log=None if quiet else say, ready=lambda _: show(page))
+    finally:
+        page.close(verbose=False)
+
+
+def _plan(bundle_file: Path | None, *, engine_port: int) -> ServePlan:
+    """The plan of the embedded engine.
+
+    Raises:
+        BundleError: no drafters ship with this version, and none were given.
+    """
+    from angelspec.cli import serving_parts
+    from angelspec.core.bundle import load_bundle
+    from angelspec.core.locations import resource_folder
+    from angelspec.pipeline.progress import table_console
+    from angelspec.serving.engine_package import check_engine
+    from angelspec.serving.plan import make_plan
+    from angelspec.serving.plan_table import print_plan
+    from angelspec.serving.resolving import resolve_bundle
+
+    path = bundle_file or resource_folder("checkpoints") / SHIPPED_BUNDLE
+    if bundle_file is None and not path.is_file():
+        raise BundleError(
+            f"no drafters ship with this version ({path} is missing)",
+            mend="give --bundle FILE (made by `angelspec bundle create`), or --server NAME=URL",
+        )
+    version = check_engine()
+    plan = make_plan(
+        resolve_bundle(load_bundle(path), parts=serving_parts.parts()),
+        arguments=(),
+        host="127.0.0.1",
+        port=engine_port,
+        hardware=serving_parts.hardware(),
+        engine_version=version,
+    )
+    print_plan(plan, console=table_console())
+    return plan

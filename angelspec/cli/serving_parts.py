@@ -1,0 +1,102 @@
+"""What serving needs of the other parts: where targets and drafters lie, what their files hold, the hardware."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from angelspec.cli.drafters import find
+from angelspec.core.fingerprint import fingerprint
+from angelspec.core.geometry import TargetGeometry
+from angelspec.core.known_targets import KNOWN_TARGETS
+from angelspec.core.locations import cache_folder
+from angelspec.serving.plan import Hardware
+from angelspec.serving.resolving import Examined, FoundDrafter, FoundTarget, Parts
+
+
+def parts() -> Parts:
+    """The real ones."""
+    return Parts(find_target=find_target, find_drafter=find_drafter, examine=examine, digest=target_digest)
+
+
+def find_target(text: str) -> FoundTarget:
+    """A target by a known name, a folder, or a source as in recipes; fetched if it is not on this machine.
+
+    Raises:
+        TargetError: there is none.
+    """
+    from angelspec.targets.sources import SCHEMES, materialise
+
+    known = KNOWN_TARGETS.get(text)
+    source = known.source if known is not None else text
+    if source.partition(":")[0] not in SCHEMES:
+        source = f"folder:{source}"
+    known = known or next((target for target in KNOWN_TARGETS.values() if target.source == source), None)
+    folder = materialise(source, progress=lambda line: click.echo(line, err=True))
+    if known is None:
+        return FoundTarget(folder)
+    return FoundTarget(folder, known.mode_family, known.release)
+
+
+def find_drafter(text: str) -> FoundDrafter:
+    """A drafter by path, hub or registered name; one whose config.json lacks fields is completed in the cache.
+
+    Raises:
+        AngelspecError: there is none, or it can't be fetched.
+    """
+    found = find(text)
+    if found.entry is None:
+        return FoundDrafter(found.folder)
+    overrides = found.entry.config_overrides
+    folder = _completed(found.folder, overrides) if overrides else found.folder
+    return FoundDrafter(folder, found.entry.algorithm, found.entry.mode, found.entry.target)
+
+
+def examine(found: FoundDrafter, geometry: TargetGeometry) -> Examined:
+    """Everything that `angelspec checkpoint check` says, with the target's shape."""
+    from angelspec.drafters.checkpoint import HARMLESS, examine_checkpoint
+
+    inspection = examine_checkpoint(found.folder, geometry=geometry, overrides=found.overrides)
+    problems = [str(problem) for problem in inspection.problems if problem.code not in HARMLESS]
+    if inspection.config is None and not problems:
+        problems = [f"{found.folder} has no config.json: give the folder of an exported drafter"]
+    return Examined(
+        problems=tuple(problems),
+        notes=tuple(inspection.notes),
+        config=inspection.config,
+        manifest=inspection.manifest,
+        num_weights=sum(tensor.numel() for tensor in inspection.tensors.values()),
+    )
+
+
+def target_digest(folder: Path, chat_template: str | None) -> str:
+    """Content hash of a target, with the chat template that replaces its own."""
+    from angelspec.targets.sources import content_digest
+
+    template = Path(chat_template).expanduser() if chat_template is not None else None
+    extra = template.read_text(encoding="utf-8") if template is not None and template.is_file() else None
+    return content_digest(folder, extra=extra)
+
+
+def hardware() -> Hardware:
+    """What this machine offers."""
+    import torch
+
+    from angelspec.evaluation.machine import Machine
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    return Hardware(device, Machine.here(device).description, capability)
+
+
+def _completed(folder: Path, overrides: dict[str, object]) -> Path:
+    """The drafter in angelspec's own format, whose configuration is whole: the server reads nothing else of it."""
+    from angelspec.drafters.checkpoint import convert_checkpoint
+
+    name = fingerprint([str(folder.resolve()), overrides])
+    place = cache_folder() / "completed" / name
+    if not (place / "config.json").is_file():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        convert_checkpoint(folder, place, dialect="angelspec", overrides=overrides)
+    return place

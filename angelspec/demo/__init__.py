@@ -1,0 +1,1 @@
+"""The page on which anyone sees what each drafter does."""

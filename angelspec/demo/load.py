@@ -1,0 +1,67 @@
+"""Background requests: others that a server is busy with while a comparison runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from angelspec.core.errors import AngelspecError
+from angelspec.serving.client import AsyncClient
+from angelspec.serving.wire import Sampling
+
+MOST_REQUESTS = 8
+"""At a time and server, for one visitor."""
+_ANSWER_TOKENS = 256
+_HEAD_START_SECONDS = 10.0
+_PAUSE_SECONDS = 1.0
+_LONGEST_SECONDS = 900.0
+
+
+@contextlib.asynccontextmanager
+async def background(
+    clients: Sequence[AsyncClient],
+    count: int,
+    *,
+    prompts: Sequence[str],
+    template_arguments: Mapping[str, Any],
+) -> AsyncIterator[None]:
+    """Keep ``count`` requests running on each server inside the block; leaving it ends them in the server too.
+
+    The block begins when all of them receive text, or after ten seconds. A server that refuses them is asked again
+    after a pause: its own column says what is wrong.
+    """
+    started = [asyncio.Event() for _ in range(count * len(clients))]
+    tasks = [
+        asyncio.create_task(
+            _keep_asking(clients[i // count], prompts[i % len(prompts) :], template_arguments, event, i)
+        )
+        for i, event in enumerate(started)
+    ]
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HEAD_START_SECONDS):
+                await asyncio.gather(*(event.wait() for event in started))
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _keep_asking(
+    client: AsyncClient, prompts: Sequence[str], arguments: Mapping[str, Any], started: asyncio.Event, seed: int
+) -> None:
+    async with asyncio.timeout(_LONGEST_SECONDS):
+        for prompt in itertools.cycle(prompts):
+            sampling = Sampling(max_tokens=_ANSWER_TOKENS, temperature=0.7, seed=seed)
+            messages = [{"role": "user", "content": prompt}]
+            try:
+                async with client.stream_chat(messages, sampling=sampling, template_arguments=arguments) as stream:
+                    async for _ in stream:
+                        started.set()
+            except AngelspecError:
+                started.set()
+                await asyncio.sleep(_PAUSE_SECONDS)

@@ -1,0 +1,170 @@
+"""What a server says, typed: answers, pieces of streams, and the state of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from angelspec.core.request_label import RequestMetadata
+
+_WIRE = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+"""A newer server may say more than this client reads."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token of an answer, as text."""
+
+    text: str
+    """Empty while a character is incomplete."""
+    position: int
+    """0: the target's own token; k >= 1: accepted proposal number k of its block."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None = None
+    """Of the prompt, those that were taken from the prefix cache; None: not reported."""
+
+
+@dataclass(frozen=True)
+class ChatChunk:
+    """What one event of a chat stream brings."""
+
+    text: str = ""
+    """New text of the answer."""
+    reasoning: str = ""
+    """New text of the reasoning, where the server separates it."""
+    pieces: tuple[Piece, ...] = ()
+    """New tokens; empty where they were not asked for, or the server has no extension."""
+    metadata: RequestMetadata | None = None
+    """State of the whole request so far; None as for ``pieces``."""
+    usage: Usage | None = None
+    """Of the whole request, in the last event."""
+    finish_reason: str | None = None
+    """stop, length, abort, ...; None while it runs."""
+    seconds: float = 0.0
+    """Since the request was sent."""
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """A whole answer, or as much of it as came."""
+
+    text: str = ""
+    reasoning: str = ""
+    pieces: tuple[Piece, ...] = ()
+    metadata: RequestMetadata | None = None
+    usage: Usage | None = None
+    finish_reason: str | None = None
+    """None: it did not end."""
+    first_token_seconds: float | None = None
+    """From sending to the first text; None: not streamed, or no text came."""
+    seconds: float = 0.0
+    """From sending to the last event."""
+
+
+@dataclass(frozen=True)
+class GenerateChunk:
+    """What one event of a native stream brings."""
+
+    text: str
+    """New text."""
+    answer: GenerateAnswer
+    """All that came so far."""
+
+
+@dataclass(frozen=True)
+class GenerateAnswer:
+    """An answer of the native endpoint, or as much of it as came."""
+
+    text: str = ""
+    output_ids: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
+    """One per output token, as ``Piece.position``; empty: the server has no extension."""
+    metadata: RequestMetadata | None = None
+    usage: Usage | None = None
+    finish_reason: str | None = None
+    first_token_seconds: float | None = None
+    seconds: float = 0.0
+    meta_info: Mapping[str, Any] = field(default_factory=dict)
+    """All that the server says about the request (log-probabilities among it)."""
+
+
+# -------------------------------------------------------------------------------------------- engine state
+
+
+class ServedDrafter(BaseModel):
+    """A drafter inside a running server."""
+
+    model_config = _WIRE
+
+    name: str
+    algorithm: str | None = None
+    family: str
+    mode: str
+    depth: int
+    source: str = ""
+
+
+class EngineCounters(BaseModel):
+    """Running totals since the server's start; subtract two to get a window."""
+
+    model_config = _WIRE
+
+    steps: int = 0
+    """Decoding steps of the whole batch."""
+    speculative_steps: int = 0
+    """Those in which at least one row was drafted for."""
+    draft_seconds: float = 0.0
+    plan_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    other_seconds: float = 0.0
+    mixed_steps: int = 0
+    """Steps whose rows had different drafters or none."""
+    cut_steps: int = 0
+    """Steps that verified less than was drafted."""
+    nan_rows: int = 0
+    """Rows whose drafter gave no finite number, and that were decoded plainly."""
+
+    def __sub__(self, earlier: EngineCounters) -> EngineCounters:
+        ours, theirs = self.model_dump(), earlier.model_dump()
+        return EngineCounters(**{key: ours[key] - theirs[key] for key in ours})
+
+
+class EngineState(BaseModel):
+    """What the extension says of itself."""
+
+    model_config = _WIRE
+
+    bundle: str = ""
+    target: str = ""
+    mode_family: str = "plain"
+    speculation: Literal["on", "off"]
+    drafters: tuple[ServedDrafter, ...] = ()
+    costs_measured: bool = False
+    draft_bytes_per_token: int = 0
+    ratios: tuple[float, ...] | None = None
+    """The grid of keep ratios; None: every number of slots."""
+    counters: EngineCounters = Field(default_factory=EngineCounters)
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a server says of itself."""
+
+    version: str
+    """SGLang's."""
+    model: str
+    """Path of the target."""
+    engine: EngineState | None
+    """None: the server runs without the extension (plain SGLang)."""
+    arguments: Mapping[str, Any]
+    """Everything else: SGLang's resolved arguments."""

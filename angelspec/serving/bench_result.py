@@ -1,0 +1,261 @@
+"""The result of a load test: settings, every window, and the cells that are computed from them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from angelspec.core.errors import DataError
+from angelspec.core.files import read_json, write_json_atomic
+from angelspec.serving.answers import EngineCounters, EngineState
+from angelspec.serving.intervals import paired_ratio
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+CONTROL = "control"
+"""Name of the choice that is a server without the extension."""
+RESULT_FILE = "serve-bench.json"
+
+DEFINITIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "concurrency": "users at a time; each sends its next prompt when its last answer has ended (closed loop)",
+        "window": "from the moment when every user has had one answer (warm-up) to the moment when the first of them "
+        "finds no prompt left; the prefix cache is emptied before it",
+        "tokens/s": "answer tokens that arrive in a window over its seconds, all users together, prefill included; "
+        "over repeats: all tokens over all seconds",
+        "speedup": "tokens/s over that of plain decoding (route ar) in the same repeat: geometric mean over repeats, "
+        "with a 95 % t interval of the paired logarithms; one repeat gives no interval",
+        "per-user speed": "answer tokens after a request's first event over the time they took, over all requests",
+        "time to first token": "from sending a request to its first token, median over requests; over repeats: mean",
+        "accepted length": "tokens committed per verify step, bonus included, plain steps too, pooled over all steps",
+        "kept ratio": "verified slots over drafted slots, anchors counted, per request; mean weighted by verify steps",
+        "share of speculative steps": "verify steps that were drafted for over all verify steps, of all requests",
+        "control": "another server, without the extension, in turns with the others and without labels",
+        "†": "a window was shorter than the minimum",
+        "‡": "requests of a window failed; see the list of faults",
+    }
+)
+
+
+class Choice(BaseModel):
+    """One way of serving that is measured."""
+
+    model_config = _STRICT
+
+    name: str
+    route: str | None
+    """None: no label is sent (the control)."""
+    dcut: str = "auto"
+    """auto, off or a keep ratio."""
+
+
+class PromptSet(BaseModel):
+    """Prompts that are measured together."""
+
+    model_config = _STRICT
+
+    name: str
+    source: str
+    prompts: int
+    workloads: dict[str, int]
+    digest: str
+    """Of the messages, in order."""
+
+
+class BenchSettings(BaseModel):
+    """How it was measured."""
+
+    model_config = _STRICT
+
+    concurrency: tuple[int, ...]
+    requests: int = Field(ge=1)
+    """Measured requests per window, the warm-up's besides."""
+    max_tokens: int = Field(ge=1)
+    """Longest answer; shorter ones end by themselves."""
+    temperature: float = Field(ge=0)
+    repeats: int = Field(ge=1)
+    seed: int
+    """Of the order of the prompts, and of every request."""
+    mode: str | None
+    """Thinking mode that the template is asked for; None: the template's default."""
+    minimum_seconds: float = Field(gt=0)
+    """A shorter window is marked."""
+
+
+class Window(BaseModel):
+    """One window."""
+
+    model_config = _STRICT
+
+    traffic: str
+    """Name of the prompt set."""
+    concurrency: int
+    choice: str
+    repeat: int
+    place: int
+    """Place in the order of its round."""
+    seconds: float
+    tokens: int
+    requests: int
+    stopped: int
+    user_tokens_per_second: float | None
+    first_token_median: float | None
+    first_token_mean: float | None
+    accepted_length: float | None
+    kept_ratio: float | None
+    speculative_share: float | None
+    verify_steps: int
+    failures: tuple[str, ...]
+    counters: EngineCounters | None
+    """Of the engine, over the whole window with its warm-up; None: no extension, or it did not say."""
+    too_short: bool
+    cache_emptied: bool
+    """Whether the prefix cache was empty at its beginning."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.seconds > 0 and self.tokens else None
+
+
+class Cell(BaseModel):
+    """One choice at one concurrency on one prompt set."""
+
+    model_config = _STRICT
+
+    traffic: str
+    concurrency: int
+    choice: str
+    windows: int
+    tokens_per_second: float | None
+    speedup: float | None
+    """Against plain decoding."""
+    speedup_low: float | None
+    speedup_high: float | None
+    user_tokens_per_second: float | None
+    first_token_seconds: float | None
+    accepted_length: float | None
+    kept_ratio: float | None
+    speculative_share: float | None
+    too_short: int
+    """Windows shorter than the minimum."""
+    failures: int
+    """Requests that failed."""
+
+
+class BenchResult(BaseModel):
+    """A load test."""
+
+    model_config = _STRICT
+
+    kind: Literal["serve-bench"] = "serve-bench"
+    created: str
+    url: str
+    control_url: str | None
+    engine_version: str
+    control_version: str | None
+    engine: EngineState | None
+    """None: the measured server has no extension."""
+    engine_arguments: dict[str, Any]
+    """SGLang's arguments that decide speed."""
+    control_arguments: dict[str, Any] | None
+    hardware: str
+    command: str
+    settings: BenchSettings
+    baseline: str
+    """Choice that the others are compared with."""
+    choices: tuple[Choice, ...]
+    prompt_sets: tuple[PromptSet, ...]
+    windows: tuple[Window, ...]
+    cells: tuple[Cell, ...]
+    definitions: dict[str, str] = Field(default_factory=lambda: dict(DEFINITIONS))
+
+    def cell(self, *, traffic: str, concurrency: int, choice: str) -> Cell | None:
+        """One cell; None: not measured."""
+        key = (traffic, concurrency, choice)
+        return next((c for c in self.cells if (c.traffic, c.concurrency, c.choice) == key), None)
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong with the windows, one sentence each."""
+        said = []
+        for window in self.windows:
+            where = f"{window.traffic}, concurrency {window.concurrency}, {window.choice}, repeat {window.repeat + 1}"
+            if window.too_short:
+                least = self.settings.minimum_seconds
+                said.append(f"{where}: the window took {window.seconds:.1f} s, the minimum is {least:g} s")
+            if not window.cache_emptied:
+                said.append(f"{where}: the prefix cache could not be emptied before it")
+            if window.failures:
+                said.append(f"{where}: {len(window.failures)} request(s) failed, first: {window.failures[0]}")
+        return said
+
+    def save(self, folder: Path) -> Path:
+        """Write ``serve-bench.json``."""
+        path = folder / RESULT_FILE
+        write_json_atomic(path, self.model_dump(mode="json"))
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a saved result.
+
+        Raises:
+            DataError: no such file, or not a result of this kind.
+        """
+        try:
+            return cls.model_validate(read_json(path))
+        except (OSError, ValueError, ValidationError) as error:
+            raise DataError(f"{path} is no result of `angelspec bench serve`: {error}") from error
+
+
+def cells_of(windows: Sequence[Window], *, baseline: str) -> list[Cell]:
+    """Windows joined over repeats, each choice against the baseline of the same repeat."""
+    keys = list(dict.fromkeys((w.traffic, w.concurrency, w.choice) for w in windows))
+    return [_cell(windows, *key, baseline=baseline) for key in keys]
+
+
+def _cell(windows: Sequence[Window], traffic: str, concurrency: int, choice: str, *, baseline: str) -> Cell:
+    def of(name: str) -> dict[int, Window]:
+        return {w.repeat: w for w in windows if (w.traffic, w.concurrency, w.choice) == (traffic, concurrency, name)}
+
+    ours, plain = of(choice), of(baseline)
+    repeats = sorted(ours)
+    ratio = paired_ratio(
+        [ours[r].tokens_per_second for r in repeats],
+        [plain[r].tokens_per_second if r in plain else None for r in repeats],
+    )
+    members = [ours[r] for r in repeats]
+    seconds = sum(w.seconds for w in members)
+    tokens = sum(w.tokens for w in members)
+    return Cell(
+        traffic=traffic,
+        concurrency=concurrency,
+        choice=choice,
+        windows=len(members),
+        tokens_per_second=tokens / seconds if seconds > 0 and tokens else None,
+        speedup=ratio.value if ratio else None,
+        speedup_low=ratio.low if ratio else None,
+        speedup_high=ratio.high if ratio else None,
+        user_tokens_per_second=_weighted(members, "user_tokens_per_second", "requests"),
+        first_token_seconds=_mean([w.first_token_median for w in members]),
+        accepted_length=_weighted(members, "accepted_length", "verify_steps"),
+        kept_ratio=_weighted(members, "kept_ratio", "verify_steps"),
+        speculative_share=_weighted(members, "speculative_share", "verify_steps"),
+        too_short=sum(w.too_short for w in members),
+        failures=sum(len(w.failures) for w in members),
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _weighted(windows: Sequence[Window], name: str, weight: str) -> float | None:
+    pairs = [(getattr(w, name), getattr(w, weight)) for w in windows if getattr(w, name) is not None]
+    total = sum(count for _, count in pairs)
+    return sum(value * count for value, count in pairs) / total if total else None

@@ -1,0 +1,191 @@
+"""SGLang's flags as a user passes them through: read, refused where the extension can't honour them, completed.
+
+SGLang's parser takes ``--name value``, ``--name=value`` and unambiguous beginnings of a name; all three count here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from angelspec.core.errors import AngelspecError
+from angelspec.serving.failures import ServingError
+
+Device = str
+"""``cuda`` or ``cpu``."""
+
+_SHORTEST_BEGINNING = 7
+"""``--enabl`` could be many flags; SGLang itself refuses ambiguous ones."""
+
+_REFUSED: Mapping[str, str] = {
+    "--enable-hierarchical-cache": "the hierarchical cache does not hold the drafters' state",
+    "--enable-hicache": "the hierarchical cache does not hold the drafters' state",
+    "--hicache": "the hierarchical cache does not hold the drafters' state",
+    "--enable-lmcache": "LMCache does not hold the drafters' state",
+    "--enable-flexkv": "FlexKV does not hold the drafters' state",
+    "--enable-lora": "LoRA changes the target that the drafters were trained for",
+    "--lora": "LoRA changes the target that the drafters were trained for",
+    "--max-lora": "LoRA changes the target that the drafters were trained for",
+    "--max-loaded-loras": "LoRA changes the target that the drafters were trained for",
+    "--disaggregation": "prefill and decoding must run in one engine: the drafters' state is made by prefill",
+    "--enable-pd": "prefill and decoding must run in one engine: the drafters' state is made by prefill",
+    "--enable-mixed-chunk": "a forward can't both prefill and verify rows of different widths",
+    "--enable-custom-logit-processor": "its changes would not reach the positions of a draft",
+    "--enable-return-hidden-states": "the hidden states of a verification are the drafters'",
+    "--decoupled-spec": "drafting and verification must run in one engine",
+    "--encoder-only": "prefill and decoding must run in one engine: the drafters' state is made by prefill",
+    "--speculative": "the extension sets speculation up by itself, from the bundle",
+    "--model-path": "the target comes from --target or the bundle",
+    "--model": "the target comes from --target or the bundle",
+}
+"""Names, or beginnings of names that stand for a family of flags, and why they are refused."""
+_FAMILIES = (
+    "--hicache",
+    "--enable-lora",
+    "--lora",
+    "--max-lora",
+    "--disaggregation",
+    "--enable-pd",
+    "--decoupled-spec",
+    "--speculative",
+)
+_PIPELINE = ("--pp-size", "--pipeline-parallel-size")
+_BACKENDS = ("--attention-backend", "--decode-attention-backend", "--prefill-attention-backend")
+_RAGGED: Mapping[Device, tuple[str, ...]] = {
+    "cuda": ("fa3", "fa4", "trtllm_mha", "flashinfer"),
+    "cpu": ("torch_native",),
+}
+"""Attention backends that verify rows of different widths in one forward."""
+_EAGER_ONLY = ("flashinfer",)
+"""Those that can't do it inside a CUDA graph."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag of a command line."""
+
+    name: str
+    values: tuple[str, ...] = ()
+    """Nothing for a switch, several for a list."""
+
+    @property
+    def value(self) -> str | None:
+        """The first value; None: a switch."""
+        return self.values[0] if self.values else None
+
+    @property
+    def words(self) -> list[str]:
+        """As on a command line."""
+        return [self.name, *self.values]
+
+
+def parse_flags(arguments: Sequence[str]) -> list[Flag]:
+    """The flags of a command line, in order.
+
+    Raises:
+        ServingError: something that is neither a flag nor the value of one.
+    """
+    flags: list[Flag] = []
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, separator, value = argument.partition("=")
+            flags.append(Flag(name, (value,) if separator else ()))
+        elif flags:
+            flags[-1] = Flag(flags[-1].name, (*flags[-1].values, argument))
+        else:
+            raise ServingError(f"'{argument}' is no flag of SGLang", mend="write flags as --name value")
+    return flags
+
+
+def means(given: str, name: str) -> bool:
+    """Whether SGLang's parser reads ``given`` as ``name``."""
+    return given == name or (len(given) >= _SHORTEST_BEGINNING and name.startswith(given))
+
+
+def flag_value(flags: Sequence[Flag], *names: str) -> str | None:
+    """The value of a flag under any of its names, the last one given; None: it is absent or a switch."""
+    values = [flag.value for flag in flags if any(means(flag.name, name) for name in names)]
+    return values[-1] if values else None
+
+
+def is_given(flags: Sequence[Flag], *names: str) -> bool:
+    """Whether a flag is given under any of its names."""
+    return any(means(flag.name, name) for flag in flags for name in names)
+
+
+def check_flags(flags: Sequence[Flag], *, device: Device) -> None:
+    """Refuse, by name, what can't be served.
+
+    Raises:
+        ServingError: the first such flag, and why.
+    """
+    for flag in flags:
+        for name, why in _REFUSED.items():
+            if means(flag.name, name) or (name in _FAMILIES and flag.name.startswith(name)):
+                raise ServingError(f"{flag.name} can't be used here: {why}", mend="leave it out")
+        if any(means(flag.name, name) for name in _PIPELINE) and flag.value != "1":
+            raise ServingError(
+                f"{flag.name} {flag.value} can't be used here: speculation needs all layers in one stage",
+                mend="leave it out",
+            )
+        if any(means(flag.name, name) for name in _BACKENDS) and flag.value not in _RAGGED[device]:
+            raise ServingError(
+                f"{flag.name} {flag.value} can't be used here: it can't verify rows of different widths in one "
+                f"forward (on {device})",
+                mend=f"leave it out, or use one of: {', '.join(_RAGGED[device])}",
+            )
+
+
+def default_flags(
+    flags: Sequence[Flag], *, device: Device, capability: tuple[int, int] | None, max_total_tokens: int
+) -> dict[str, str | None]:
+    """What is set where the user sets nothing.
+
+    Args:
+        flags: the user's.
+        device: what the server runs on.
+        capability: of the GPU; None on a CPU.
+        max_total_tokens: pool of a CPU server.
+    """
+    if device == "cpu":
+        defaults: dict[str, str | None] = {
+            "--device": "cpu",
+            "--attention-backend": "torch_native",
+            "--dtype": "float32",
+            "--max-running-requests": "16",
+            "--max-total-tokens": str(max_total_tokens),
+            # of all memory, other processes' share included: --max-total-tokens is what bounds the pool
+            "--mem-fraction-static": "0.8",
+            "--disable-cuda-graph": None,
+        }
+    else:
+        defaults = {"--attention-backend": _gpu_backend(capability)}
+        if (flag_value(flags, *_BACKENDS) or defaults["--attention-backend"]) in _EAGER_ONLY:
+            defaults["--disable-cuda-graph"] = None
+    return {name: value for name, value in defaults.items() if not is_given(flags, name)}
+
+
+def _gpu_backend(capability: tuple[int, int] | None) -> str:
+    major = capability[0] if capability else 0
+    return "fa3" if major == 9 else "trtllm_mha" if major == 10 else "flashinfer"
+
+
+def kv_bytes(flags: Sequence[Flag], *, model_dtype: str) -> int:
+    """Bytes of one number in the drafters' key and value pool."""
+    value = flag_value(flags, "--kv-cache-dtype")
+    if value is not None and value != "auto":
+        return 1 if value.startswith(("fp8", "int8")) else _size(value)
+    return dtype_bytes(flags, model_dtype=model_dtype)
+
+
+def dtype_bytes(flags: Sequence[Flag], *, model_dtype: str) -> int:
+    """Bytes of one weight."""
+    value = flag_value(flags, "--dtype")
+    return _size(model_dtype if value in (None, "auto") else value)
+
+
+def _size(dtype: str) -> int:
+    sizes = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
+    if dtype not in sizes:
+        raise AngelspecError(f"dtype '{dtype}' is not known", mend=f"use one of: {', '.join(sizes)}")
+    return sizes[dtype]

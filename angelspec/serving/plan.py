@@ -1,0 +1,201 @@
+"""What would be served, decided and checked before anything starts: parts, engine, flags, memory, the exact command."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from angelspec.core.errors import BundleError
+from angelspec.serving.flags import (
+    Device,
+    Flag,
+    check_flags,
+    default_flags,
+    dtype_bytes,
+    flag_value,
+    is_given,
+    kv_bytes,
+    parse_flags,
+)
+from angelspec.serving.resolving import ResolvedBundle, ResolvedDrafter
+
+ALGORITHM = "ANGELSPEC"
+BUNDLE_VARIABLE = "ANGELSPEC_BUNDLE"
+_PLATFORM = "angelspec_cpu"
+_CPU_POOL_BYTES = 2 * 2**30
+_CPU_POOL_TOKENS = (2048, 32768)
+"""Fewest and most tokens of a CPU server's pool where the user says nothing."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the server would run on."""
+
+    device: Device
+    description: str
+    capability: tuple[int, int] | None = None
+    """Of the GPU."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Estimated memory."""
+
+    target_weights: int | None
+    """Bytes; None: not a dense model, so not estimated."""
+    drafter_weights: Mapping[str, int]
+    target_bytes_per_token: int
+    draft_bytes_per_token: Mapping[str, int]
+    """Keys and values of each drafter's layers, per token of the pool."""
+    pool_tokens: int | None
+    """None: SGLang decides by the memory that is free."""
+
+    @property
+    def draft_pool_bytes_per_token(self) -> int:
+        """What the extra pools add to every token."""
+        return sum(self.draft_bytes_per_token.values())
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """Everything that starting needs."""
+
+    resolved: ResolvedBundle
+    host: str
+    port: int
+    hardware: Hardware
+    engine_version: str
+    flags: tuple[Flag, ...]
+    """The user's, and the defaults after them."""
+    defaults: Mapping[str, str | None]
+    """Flags that the user did not give."""
+    memory: Memory
+    notes: tuple[str, ...]
+
+    @property
+    def url(self) -> str:
+        """Where the server answers, as seen from this machine."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def command(self) -> list[str]:
+        """The server's command line; the environment is ``environment``."""
+        ours = {
+            "--model-path": str(self.resolved.target.folder),
+            "--speculative-algorithm": ALGORITHM,
+            "--host": self.host,
+            "--port": str(self.port),
+        }
+        command = [sys.executable, "-m", "sglang.launch_server"]
+        for name, value in ours.items():
+            command += [name, value]
+        for flag in self.flags:
+            command += flag.words
+        return command
+
+    def environment(self, bundle_file: str) -> dict[str, str]:
+        """Variables that the server needs besides those that are set."""
+        variables = {BUNDLE_VARIABLE: bundle_file, "PYTHONUNBUFFERED": "1"}
+        if self.hardware.device == "cpu":
+            variables |= {"SGLANG_PLATFORM": _PLATFORM, "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
+        return variables
+
+    def shell_line(self, bundle_file: str) -> str:
+        """The same for a shell."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment(bundle_file).items()]
+        return " ".join([*variables, shlex.join(self.command)])
+
+
+def make_plan(
+    resolved: ResolvedBundle,
+    *,
+    arguments: Sequence[str],
+    host: str,
+    port: int,
+    hardware: Hardware,
+    engine_version: str,
+) -> ServePlan:
+    """Decide how a bundle is served.
+
+    Args:
+        resolved: the bundle, found and fitting.
+        arguments: the user's flags for SGLang.
+        host: to listen on.
+        port: to listen on.
+        hardware: of this machine; ``--device`` among the arguments overrules it.
+        engine_version: SGLang's, as ``engine_package.check_engine`` found it.
+
+    Raises:
+        ServingError: a flag that the extension can't support.
+        BundleError: drafters that were trained with different chat templates.
+    """
+    given = parse_flags(arguments)
+    wanted = flag_value(given, "--device")
+    if wanted is not None and wanted != hardware.device:
+        hardware = Hardware(wanted, f"{hardware.description}, device {wanted} as asked for")
+    check_flags(given, device=hardware.device)
+    geometry = resolved.target.geometry
+    target_kv = geometry.num_layers * 2 * geometry.num_kv_heads * geometry.head_dim
+    numbers = {drafter.entry.name: drafter.kv_numbers_per_token for drafter in resolved.drafters}
+    fewest, most = _CPU_POOL_TOKENS
+    pool_tokens = min(most, max(fewest, _CPU_POOL_BYTES // (4 * (target_kv + sum(numbers.values())))))
+    defaults = default_flags(
+        given, device=hardware.device, capability=hardware.capability, max_total_tokens=pool_tokens
+    )
+    if (template := _chat_template(resolved.drafters)) is not None and not is_given(given, "--chat-template"):
+        defaults["--chat-template"] = template
+    flags = (*given, *(Flag(name, () if value is None else (value,)) for name, value in defaults.items()))
+    tokens = flag_value(flags, "--max-total-tokens")
+    kv, weight = (measure(flags, model_dtype=resolved.target.dtype) for measure in (kv_bytes, dtype_bytes))
+    memory = Memory(
+        target_weights=geometry.num_parameters * weight if _is_dense(geometry.architecture) else None,
+        drafter_weights={drafter.entry.name: drafter.num_weights * weight for drafter in resolved.drafters},
+        target_bytes_per_token=target_kv * kv,
+        draft_bytes_per_token={name: count * kv for name, count in numbers.items()},
+        pool_tokens=int(tokens) if tokens and tokens.isdigit() else None,
+    )
+    return ServePlan(
+        resolved=resolved,
+        host=host,
+        port=port,
+        hardware=hardware,
+        engine_version=engine_version,
+        flags=flags,
+        defaults=defaults,
+        memory=memory,
+        notes=tuple(_notes(resolved, defaults)),
+    )
+
+
+def _is_dense(architecture: str) -> bool:
+    return architecture in ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3")
+
+
+def _chat_template(drafters: Sequence[ResolvedDrafter]) -> str | None:
+    templates = {drafter.chat_template for drafter in drafters if drafter.manifest is not None}
+    if len(templates) > 1:
+        raise BundleError(
+            f"the drafters were trained with different chat templates: {', '.join(sorted(map(str, templates)))}",
+            mend="serve them apart",
+        )
+    return next(iter(templates), None)
+
+
+def _notes(resolved: ResolvedBundle, defaults: Mapping[str, str | None]) -> list[str]:
+    notes = [f"{drafter.entry.name}: {note}" for drafter in resolved.drafters for note in drafter.notes]
+    notes += [
+        f"{drafter.entry.name} is not trained: nothing of what it proposes will be accepted"
+        for drafter in resolved.drafters
+        if not drafter.is_trained
+    ]
+    if defaults.get("--attention-backend") == "flashinfer":
+        notes.append("flashinfer verifies rows of different widths without CUDA graphs only; fa3 (H100, H200) has them")
+    for drafter in resolved.drafters:
+        if not any(item.drafter == drafter.entry.name for item in resolved.bundle.acceptance):
+            notes.append(
+                f"{drafter.entry.name}: its acceptance was not measured, so the choice by load learns it first"
+            )
+    return notes

@@ -1,0 +1,362 @@
+"""From what a user calls a target and its drafters to a bundle whose parts lie on this machine and fit together.
+
+Fetching, checkpoints and content hashes belong to other parts of angelspec; ``Parts`` holds them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from angelspec.core.bundle import (
+    Bundle,
+    BundleDrafter,
+    BundleTarget,
+    WorkloadAcceptance,
+    of_checkpoint,
+    parse_bundle,
+)
+from angelspec.core.drafter_config import DrafterConfig
+from angelspec.core.errors import BundleError
+from angelspec.core.files import read_json
+from angelspec.core.geometry import TargetGeometry
+from angelspec.core.manifest import DrafterManifest
+from angelspec.core.modes import Mode
+
+
+@dataclass(frozen=True)
+class FoundTarget:
+    """A target on this machine."""
+
+    folder: Path
+    mode_family: str | None = None
+    """None: not known by name."""
+    release: str | None = None
+    """ORG/NAME that it was released as; None: unknown."""
+
+
+@dataclass(frozen=True)
+class FoundDrafter:
+    """A drafter on this machine, and what the registry knows of it."""
+
+    folder: Path
+    algorithm: str | None = None
+    mode: Mode | None = None
+    target: str | None = None
+    """ORG/NAME of the target that the registry names."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that its config.json lacks."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What a drafter's files hold."""
+
+    problems: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    config: DrafterConfig | None = None
+    manifest: DrafterManifest | None = None
+    num_weights: int = 0
+    """Numbers in its tensors."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is passed in."""
+
+    find_target: Callable[[str], FoundTarget]
+    find_drafter: Callable[[str], FoundDrafter]
+    examine: Callable[[FoundDrafter, TargetGeometry], Examined]
+    digest: Callable[[Path, str | None], str]
+    """Content hash of a target's folder, and of the chat template's file that replaces its own."""
+
+
+@dataclass(frozen=True)
+class ResolvedTarget:
+    """The target of a bundle, found and read."""
+
+    folder: Path
+    geometry: TargetGeometry
+    dtype: str
+    """Precision of its files, as its config.json says."""
+    digest: str
+
+
+@dataclass(frozen=True)
+class ResolvedDrafter:
+    """A drafter of a bundle, found, read and fitting."""
+
+    entry: BundleDrafter
+    """Its source is an absolute path."""
+    config: DrafterConfig
+    num_weights: int
+    manifest: DrafterManifest | None
+    notes: tuple[str, ...] = ()
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that its config.json lacks."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether something must be accepted of what it proposes; only a manifest can say that it is not."""
+        return self.manifest is None or self.manifest.training.steps > 0
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template's file that it was trained with, in place of the target's own."""
+        return self.manifest.recipe.target.chat_template if self.manifest is not None else None
+
+    @property
+    def kv_numbers_per_token(self) -> int:
+        """Numbers that its keys and values take in the draft pool, per token."""
+        layers = self.config.num_layers if self.config.family == "block" else 1
+        return layers * 2 * self.config.num_kv_heads * self.config.head_dim
+
+
+@dataclass(frozen=True)
+class ResolvedBundle:
+    """A bundle whose sources are folders of this machine."""
+
+    bundle: Bundle
+    target: ResolvedTarget
+    drafters: tuple[ResolvedDrafter, ...]
+
+
+def compose_bundle(
+    target: str, drafters: Sequence[str], *, parts: Parts, name: str = "", relative_to: Path | None = None
+) -> Bundle:
+    """A bundle of what a user names on a command line.
+
+    Args:
+        target: a folder, a source as in recipes, or the name of a known target.
+        drafters: ``[NAME=]CHECKPOINT``; without a name a drafter is called by its algorithm.
+        parts: see ``Parts``.
+        name: of the bundle.
+        relative_to: folder of the bundle's file: paths are written as seen from it; None: absolute.
+
+    Returns:
+        With acceptance from the drafters' manifests; sources that are no paths stay as the user wrote them.
+
+    Raises:
+        BundleError: a drafter does not fit, or says nothing of its mode.
+    """
+    found_target = parts.find_target(target)
+    resolved = _read_target(found_target, parts)
+    entries: list[BundleDrafter] = []
+    measured: list[WorkloadAcceptance] = []
+    families = {found_target.mode_family} - {None}
+    for text in drafters:
+        label, source = _named(text)
+        found = parts.find_drafter(source)
+        examined = _examined(source, found, resolved, found_target, parts)
+        said = _source(source, relative_to)
+        entry, acceptance = _entry(source, found, examined, label=label or "", said=said, taken=entries)
+        entries.append(entry)
+        measured += acceptance
+        if examined.manifest is not None:
+            families.add(examined.manifest.target.mode_family)
+    if len(families) > 1:
+        raise BundleError(
+            f"thinking is switched in different ways: {', '.join(sorted(map(str, families)))}",
+            mend="serve drafters of one target",
+        )
+    return Bundle(
+        name=name,
+        target=BundleTarget(
+            source=_source(target, relative_to),
+            mode_family=next(iter(families), None) or "plain",
+            digest=resolved.digest,
+        ),
+        drafters=tuple(entries),
+        acceptance=tuple(measured),
+    )
+
+
+def resolve_bundle(bundle: Bundle, *, parts: Parts) -> ResolvedBundle:
+    """Find every part of a bundle on this machine, and check that they fit.
+
+    Raises:
+        BundleError: everything that does not fit, one line each.
+        AngelspecError: a source that can't be found.
+    """
+    found_target = parts.find_target(bundle.target.source)
+    target = _read_target(found_target, parts)
+    problems: list[str] = []
+    if bundle.target.digest not in (None, target.digest):
+        problems.append(
+            f"target {target.folder}: its content is {target.digest[:16]}, the bundle was made for "
+            f"{bundle.target.digest[:16]}"
+        )
+    resolved: list[ResolvedDrafter] = []
+    for entry in bundle.drafters:
+        found = parts.find_drafter(entry.source)
+        try:
+            examined = _examined(entry.name, found, target, found_target, parts)
+            _check_entry(entry, found, examined)
+        except BundleError as error:
+            problems.append(error.message)
+            continue
+        assert examined.config is not None, "an examined drafter without problems has a configuration"
+        located = entry.model_copy(update={"source": str(found.folder.resolve())})
+        notes = list(examined.notes)
+        if examined.manifest is None:
+            notes.append("no manifest: that it was trained for this very target can't be checked")
+        resolved.append(
+            ResolvedDrafter(
+                located, examined.config, examined.num_weights, examined.manifest, tuple(notes), found.overrides
+            )
+        )
+    problems += _apart(resolved)
+    if not bundle.drafters:
+        problems.append("there is no drafter")
+    if problems:
+        raise BundleError("\n".join(problems), mend="use the target and the mode that each drafter was trained for")
+    located_target = bundle.target.model_copy(update={"source": str(target.folder), "digest": target.digest})
+    local = bundle.model_copy(
+        update={"target": located_target, "drafters": tuple(drafter.entry for drafter in resolved)}
+    )
+    return ResolvedBundle(local, target, tuple(resolved))
+
+
+def _read_target(found: FoundTarget, parts: Parts) -> ResolvedTarget:
+    path = found.folder / "config.json"
+    try:
+        config = read_json(path)
+        geometry = TargetGeometry.from_config(config)
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{path}: {error}", mend="give the folder of a model saved by transformers") from error
+    text = config.get("text_config") or config
+    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    dtype = str(dtype or "float32").removeprefix("torch.")
+    return ResolvedTarget(found.folder.resolve(), geometry, dtype, parts.digest(found.folder, None))
+
+
+def _examined(
+    name: str, found: FoundDrafter, target: ResolvedTarget, found_target: FoundTarget, parts: Parts
+) -> Examined:
+    """The drafter's files, if they are whole and made for this target."""
+    examined = parts.examine(found, target.geometry)
+    problems = list(examined.problems)
+    manifest = examined.manifest
+    if manifest is not None:
+        template = manifest.recipe.target.chat_template
+        digest = target.digest if template is None else parts.digest(target.folder, template)
+        if manifest.target.digest != digest:
+            problems.append(
+                f"it was trained for the target {manifest.target.name} ({manifest.target.digest[:16]}), not for "
+                f"{target.folder} ({digest[:16]})"
+            )
+    if found.target is not None and found_target.release not in (None, found.target):
+        problems.append(f"it drafts for {found.target}, not for {found_target.release}")
+    if problems:
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise BundleError(
+            f"drafter '{name}' ({found.folder}) can't be served beside {target.folder}:{lines}",
+            mend="see `angelspec checkpoint check`",
+        )
+    return examined
+
+
+def _entry(
+    text: str,
+    found: FoundDrafter,
+    examined: Examined,
+    *,
+    label: str,
+    said: str,
+    taken: Sequence[BundleDrafter],
+) -> tuple[BundleDrafter, list[WorkloadAcceptance]]:
+    manifest, config = examined.manifest, examined.config
+    assert config is not None, "an examined drafter without problems has a configuration"
+    mode = manifest.mode if manifest is not None else found.mode
+    if mode is None:
+        raise BundleError(
+            f"drafter '{text}' has no angelspec_manifest.json, so the thinking mode it was trained for is unknown",
+            mend="write a bundle file that states its mode, and serve that with --bundle",
+        )
+    algorithm = manifest.algorithm if manifest is not None else found.algorithm or config.algorithm
+    name = label or _free_name(algorithm.replace("+", "-"), mode, [entry.name for entry in taken])
+    if manifest is not None:
+        return of_checkpoint(manifest, name=name, source=said)
+    return BundleDrafter(
+        name=name, source=said, family=config.family, algorithm=algorithm if algorithm != config.family else None,
+        mode=mode, depth=config.num_proposals,
+    ), []  # fmt: skip
+
+
+def _free_name(wanted: str, mode: Mode, taken: Sequence[str]) -> str:
+    options = [wanted, f"{wanted}-{mode}", *(f"{wanted}-{number}" for number in range(2, len(taken) + 3))]
+    return next(option for option in options if option not in taken)
+
+
+def _check_entry(entry: BundleDrafter, found: FoundDrafter, examined: Examined) -> None:
+    """What a bundle says of a drafter against what its files say."""
+    config = examined.config
+    assert config is not None, "an examined drafter without problems has a configuration"
+    known_mode = examined.manifest.mode if examined.manifest is not None else found.mode
+    wrong = []
+    if entry.family != config.family:
+        wrong.append(f"family is {config.family}, not {entry.family}")
+    if known_mode not in (None, entry.mode):
+        wrong.append(f"it was trained for {known_mode}, not for {entry.mode}")
+    if entry.depth > config.num_proposals or (config.family == "block" and entry.depth < config.num_proposals):
+        wrong.append(f"it proposes {config.num_proposals} tokens, not {entry.depth}")
+    if config.target_num_layers - 1 in config.target_layer_ids:
+        wrong.append("it reads the output of the target's last layer, which SGLang's models do not hand out")
+    if wrong:
+        raise BundleError(f"drafters.{entry.name}: {'; '.join(wrong)}")
+
+
+def _apart(drafters: Sequence[ResolvedDrafter]) -> list[str]:
+    """Why drafters can't share one pool of keys and values (empty: they can)."""
+    return [
+        f"drafters '{drafters[0].entry.name}' and '{other.entry.name}' can't be served together: {key} is "
+        f"{getattr(drafters[0].config, key)} and {getattr(other.config, key)}, but they share one pool"
+        for other in drafters[1:]
+        for key in ("num_kv_heads", "head_dim")
+        if getattr(drafters[0].config, key) != getattr(other.config, key)
+    ]
+
+
+def _named(text: str) -> tuple[str | None, str]:
+    """``NAME=CHECKPOINT``; a path that exists may itself hold an equals sign."""
+    if Path(text).expanduser().exists():
+        return None, text
+    label, separator, source = text.partition("=")
+    return (label, source) if separator and "/" not in label else (None, text)
+
+
+def _source(text: str, relative_to: Path | None) -> str:
+    """A source as a bundle says it: paths absolute or relative to the bundle, anything else as it is."""
+    path = Path(text.removeprefix("folder:")).expanduser()
+    if not path.exists():
+        return text
+    if relative_to is None:
+        return str(path.resolve())
+    relative = os.path.relpath(path.resolve(), relative_to.resolve())
+    return relative if relative.startswith("..") else f"./{relative}"
+
+
+def with_routes(bundle: Bundle, texts: Sequence[str]) -> Bundle:
+    """The bundle with fixed routes, each ``[WORKLOAD][/MODE]=ROUTE``.
+
+    Raises:
+        BundleError: a rule that is misspelt, or names what the bundle does not have.
+    """
+    rules = []
+    for text in texts:
+        who, separator, route = text.partition("=")
+        workload, _, mode = who.partition("/")
+        if not separator or not route:
+            raise BundleError(f"route '{text}' is no rule", mend="write [WORKLOAD][/MODE]=ROUTE, such as code=dfly")
+        rules.append({"workload": workload or None, "mode": mode or None, "route": route})
+    return parse_bundle({**bundle.model_dump(), "routes": [*bundle.routes, *rules]}, where="--route")
+
+
+def with_acceptance(bundle: Bundle, measured: Sequence[WorkloadAcceptance]) -> Bundle:
+    """The bundle with measurements in place of those of the same drafter and workload."""
+    new = {(item.drafter, item.workload): item for item in measured}
+    kept = [item for item in bundle.acceptance if (item.drafter, item.workload) not in new]
+    return parse_bundle({**bundle.model_dump(), "acceptance": [*kept, *measured]}, where="the measurement")

@@ -1,0 +1,379 @@
+"""The page in a real browser over servers that speak the contract: it streams, stops, compares and stays upright.
+
+Needs Chromium and its driver (Debian's chromium and chromium-driver). Where they are missing the tests are skipped,
+unless ANGELSPEC_REQUIRE_BROWSER is set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from demo_server import DemoServer
+
+REQUIRED = bool(os.environ.get("ANGELSPEC_REQUIRE_BROWSER"))
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+DRIVER = shutil.which("chromedriver")
+if not REQUIRED:
+    pytest.importorskip("selenium")
+    pytest.importorskip("gradio")
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("chromium or chromedriver is missing", allow_module_level=True)
+assert CHROMIUM and DRIVER, "ANGELSPEC_REQUIRE_BROWSER is set, but chromium or chromedriver is missing"
+
+from selenium import webdriver  # noqa: E402
+from selenium.webdriver.chrome.service import Service  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+
+from angelspec.demo.app import build_page, launch_page  # noqa: E402
+from angelspec.demo.columns import Server  # noqa: E402
+
+DESKTOP, PHONE = 1280, 390
+WAIT = 60.0
+SHORT = "Paper is made from fibres, and then it is dried on a screen before it is cut."
+DOWN = "http://127.0.0.1:9"  # the discard port: nothing listens there
+
+
+class Browser:
+    """Chromium, with what a visitor does on the page."""
+
+    def __init__(self) -> None:
+        options = webdriver.ChromeOptions()
+        options.binary_location = CHROMIUM
+        for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+                         "--no-proxy-server", "--disable-background-timer-throttling",
+                         "--disable-renderer-backgrounding"):  # fmt: skip
+            options.add_argument(argument)
+        options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
+        self.driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+        self.driver.set_script_timeout(WAIT)
+        self.complaints: list[str] = []
+        """Errors in the console, of all pages so far."""
+
+    def open(self, url: str, *, width: int = DESKTOP, scheme: str = "light") -> None:
+        """Open the page and wait for its servers' lines."""
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        self.driver.get(f"{url}?__theme={scheme}")
+        self.until(lambda: self.all(".servers li") and self.all("#columns input"), "the page is up")
+
+    def read_console(self) -> None:
+        log = self.driver.get_log("browser")
+        self.complaints += [entry["message"] for entry in log if entry["level"] == "SEVERE"]
+
+    def all(self, css: str) -> list:
+        return self.driver.find_elements(By.CSS_SELECTOR, css)
+
+    def texts(self, css: str) -> list[str]:
+        script = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
+        return self.driver.execute_script(script, css)
+
+    def until(self, holds: Callable[[], object], what: str, seconds: float = WAIT) -> object:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if found := holds():
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"not within {seconds:.0f} s: {what}; cards: {self.texts('.card .badge')}")
+
+    def ask(self, prompt: str, *, columns: set[str] | None = None) -> None:
+        """Write a prompt, choose columns by name, and press Compare."""
+        box = self.all("#prompt textarea")[0]
+        box.clear()
+        box.send_keys(prompt)
+        if columns is not None:
+            for label in self.all("#columns label"):
+                if (label.text in columns) != label.find_element(By.TAG_NAME, "input").is_selected():
+                    label.click()
+        self.all("#run")[0].click()
+
+    def settings(self) -> None:
+        self.all("#settings > button")[0].click()
+        self.until(
+            lambda: self.all("#mode input") and self.all("#mode input")[0].is_displayed(), "the settings are open"
+        )
+
+    def figure(self, name: str, kind: str) -> str:
+        """One figure of a column's card."""
+        return self.texts(f'.card[aria-label="{name}"] .{kind} dd')[0]
+
+    def ended(self) -> bool:
+        return bool(self.all(".card")) and not self.all(".card.running, .card.waiting")
+
+    def overflow(self) -> int:
+        """Pixels by which the page is wider than its window."""
+        return self.driver.execute_script("return document.documentElement.scrollWidth - window.innerWidth")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = Browser()
+    yield found
+    found.driver.quit()
+
+
+@contextmanager
+def page_over(*servers: Server) -> Iterator[str]:
+    page = build_page(servers)
+    yield launch_page(page, port=None, open_browser=False)
+    page.close(verbose=False)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[tuple[DemoServer, str]]:
+    """One server and the page over it."""
+    with DemoServer() as server, page_over(Server("embedded", server.url)) as url:
+        yield server, url
+
+
+@pytest.fixture
+def server(embedded) -> DemoServer:
+    """The server of ``embedded``, as if it were new."""
+    found = embedded[0]
+    new = DemoServer()
+    for name in ("step_seconds", "answer", "refuse", "break_after", "bodies", "most_running", "abandoned", "hold"):
+        setattr(found, name, getattr(new, name))
+    found.answer = SHORT
+    return found
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")])
+def test_streams_and_compares(browser, embedded, server, width, scheme):
+    browser.open(embedded[1], width=width, scheme=scheme)
+    assert browser.overflow() <= 0
+    server.answer = DemoServer().answer
+    browser.ask("Tell me about paper.")
+    seen = set()
+    while not browser.ended():
+        seen |= {len(text) for text in browser.texts('.card[aria-label="Plain"] .answer')}
+        time.sleep(0.03)
+    assert len(seen) >= 5, f"the answer came in {len(seen)} pieces"
+    names = browser.driver.execute_script("return [...document.querySelectorAll('.card')].map(e => e.ariaLabel)")
+    assert names == ["Plain", "MTP", "DFly", "DFly with D-cut", "Automatic"]
+    answers = {text.replace("Thinking", "") for text in browser.texts(".card .answer")}
+    assert len(answers) == 1 and "wood pulp made it plentiful" in answers.pop()
+
+    plain, mtp, dfly = (float(browser.figure(name, "speed")) for name in ("Plain", "MTP", "DFly"))
+    assert plain < min(mtp, dfly)
+    assert float(browser.figure("DFly", "times").rstrip("×")) == pytest.approx(dfly / plain, rel=0.02)
+    assert float(browser.figure("Plain", "accepted")) == 1.0
+    assert float(browser.figure("MTP", "accepted")) == pytest.approx(2.4, abs=0.2)
+    assert browser.figure("DFly", "kept") == "100%"
+    assert int(browser.figure("DFly with D-cut", "kept").rstrip("%")) < 90
+    assert browser.figure("DFly", "first").endswith("ms")
+    assert "asked for by the request" in browser.texts('.card[aria-label="DFly"] .route')[0]
+    assert "61.0 tokens/s expected" in browser.texts('.card[aria-label="Automatic"] .route')[0]
+    assert not browser.all('.card[aria-label="Plain"] i') and browser.all('.card[aria-label="DFly"] i.a7')
+
+    assert browser.overflow() <= 0
+    boxes = [card.rect for card in browser.all(".card")]
+    same = {round(box["y"]) for box in boxes} if width == DESKTOP else {round(box["x"]) for box in boxes}
+    assert len(same) == 1, "columns stand side by side on a desktop, and below each other on a phone"
+    bodies = [body for body in server.bodies if body.get("stream")]
+    assert [body["custom_params"]["route"] for body in bodies] == ["ar", "mtp", "dfly", "dfly", "auto"]
+    assert server.most_running == 1, "columns of one machine ran together"
+
+
+def test_stop_ends_the_generation_in_the_server(browser, embedded, server):
+    server.step_seconds, server.answer = 0.1, SHORT * 20
+    browser.open(embedded[1])
+    browser.ask("Never stop.")
+    browser.until(lambda: server.running and len("".join(browser.texts(".card.running .answer"))) > 30, "text streams")
+    browser.all("#stop")[0].click()
+    browser.until(lambda: server.running == 0, "the server is idle", seconds=5)
+    assert server.abandoned == 1
+    browser.until(lambda: len(browser.all(".card.stopped")) == 5, "the cards say so")
+    time.sleep(0.5)
+    assert not browser.all(".toast-body"), "stopping is no error"
+    assert server.running == 0 and len([body for body in server.bodies if body.get("stream")]) == 1
+
+    server.step_seconds, server.answer = 0.002, SHORT
+    browser.ask("Again.", columns={"Plain"})
+    browser.until(lambda: len(browser.all(".card")) == 1 and browser.all(".card.done"), "it runs again")
+
+
+def test_leaving_the_page_ends_the_generation(browser, embedded, server):
+    server.step_seconds, server.answer = 0.1, SHORT * 20
+    browser.open(embedded[1])
+    browser.ask("Never stop.", columns={"DFly"})
+    browser.until(lambda: server.running, "a request runs")
+    browser.read_console()
+    browser.driver.get("about:blank")
+    browser.until(lambda: server.running == 0, "the server is idle", seconds=15)
+    browser.driver.get_log("browser")  # Gradio complains of the stream that was left, rightly
+
+
+def test_an_error_in_one_column_stops_no_other(browser, embedded, server):
+    def route(body) -> str:
+        return (body.get("custom_params") or {}).get("route")
+
+    server.refuse = lambda body: "route 'mtp' does not exist" if route(body) == "mtp" else None
+    server.break_after = lambda body: 4 if route(body) == "dfly" and body["custom_params"]["dcut"] == "off" else None
+    browser.open(embedded[1])
+    browser.ask("One of you fails.")
+    browser.until(browser.ended, "all have ended")
+    assert "route 'mtp' does not exist" in browser.texts('.card.failed[aria-label="MTP"] .error')[0]
+    assert "middle of the answer" in browser.texts('.card.failed[aria-label="DFly"] .error')[0]
+    assert "One of" in browser.texts('.card[aria-label="DFly"] .answer')[0], "what had come is lost"
+    assert len(browser.all(".card.done")) == 3
+
+
+def test_several_servers_one_of_them_down(browser, server, embedded):
+    with DemoServer(extension=False, answer=SHORT, step_seconds=0.005) as stock:
+        named = Server("embedded", server.url), Server("stock", stock.url), Server("gone", DOWN)
+        with page_over(*named) as url:
+            browser.open(url)
+            lines = browser.texts(".servers li")
+            assert "dfly-think (high-think)" in lines[0] and "without the extension" in lines[1]
+            assert "gone is down" in lines[2] and "angelspec serve" in lines[2]
+            browser.ask("Hello", columns={"embedded: Plain", "stock", "gone"})
+            browser.until(browser.ended, "all have ended")
+            assert len(browser.all(".card.done")) == 2
+            error = browser.texts('.card.failed[aria-label="gone"] .error')[0]
+            assert DOWN in error and "start it: angelspec serve" in error
+            assert float(browser.figure("stock", "speed")) > 0 and browser.figure("stock", "accepted") == "–"
+            browser.driver.get("about:blank")  # before its server goes
+            assert "custom_params" not in stock.bodies[-1] and "return_spec_tokens_details" not in stock.bodies[-1]
+
+
+def test_what_was_written_is_shown_and_never_run(browser, embedded, server):
+    prompt = "<img src=x onerror=window.hacked=1> ${window.hacked=2} {{value}} `</article>` <script>hacked=3</script>"
+    server.answer = prompt
+    browser.open(embedded[1])
+    browser.ask(prompt, columns={"Plain", "MTP"})
+    browser.until(browser.ended, "all have ended")
+    for text in browser.texts(".card .answer"):
+        assert text.count(prompt) == 2
+    assert browser.driver.execute_script("return window.hacked") is None
+    assert not browser.all(".card img, .card script")
+
+
+def test_thinking_folds_and_stays_as_the_reader_left_it(browser, embedded, server):
+    browser.open(embedded[1])
+    browser.settings()
+    browser.all("#mode label")[1].click()
+    browser.until(lambda: len(browser.all("#columns label")) == 4, "columns of the other mode")
+    server.step_seconds = 0.05
+    browser.ask("Think about it.", columns={"Plain", "DFly"})
+    fold = '.card[aria-label="Plain"] .fold'
+    browser.until(lambda: browser.all(f"{fold}.live"), "thinking is shown while it comes")
+    assert browser.all(f"{fold} .thought")[0].is_displayed()
+    browser.until(lambda: browser.all(f"{fold}:not(.live)"), "the thinking has ended")
+    assert not browser.all(f"{fold} .thought")[0].is_displayed()
+    browser.all(f"{fold} label")[0].click()
+    length = len(browser.texts('.card[aria-label="Plain"] .answer')[0])
+    grown = lambda: len(browser.texts('.card[aria-label="Plain"] .answer')[0]) > length  # noqa: E731
+    browser.until(lambda: grown() or browser.ended(), "the card is redrawn")
+    browser.until(browser.ended, "all have ended")
+    assert browser.all(f"{fold} .thought")[0].is_displayed(), "a redrawing folded what the reader had opened"
+    assert "so a short answer will do" in browser.all(f"{fold} .thought")[0].text
+    assert all(body["chat_template_kwargs"] == {"enable_thinking": True} for body in server.bodies)
+
+
+def test_background_requests_run_beside_and_end_with_the_comparison(browser, embedded, server):
+    server.answer = SHORT * 3
+    browser.open(embedded[1])
+    browser.settings()
+    box = browser.all("#load input[type=number]")[0]
+    box.clear()
+    box.send_keys("3\n")
+    browser.ask("Under load.", columns={"Plain"})
+    browser.until(browser.ended, "all have ended")
+    assert server.most_running == 4
+    browser.until(lambda: server.running == 0, "the background has ended", seconds=5)
+
+
+def test_together_on_request(browser, embedded, server):
+    browser.open(embedded[1])
+    browser.settings()
+    browser.all("#order label")[1].click()
+    browser.ask("All at once.")
+    browser.until(browser.ended, "all have ended")
+    assert server.most_running == 5 and len(browser.all(".card.done")) == 5
+
+
+def test_ten_visitors_at_once(browser, embedded, server):
+    server.hold = True
+    driver, first = browser.driver, browser.driver.current_window_handle
+    tabs = [first]
+    for number in range(10):
+        if number:
+            driver.switch_to.new_window("tab")
+            tabs.append(driver.current_window_handle)
+        # a host of its own for each, as a browser opens six connections to one host and no more
+        browser.open(embedded[1].replace("127.0.0.1", f"visitor{number}.localhost"))
+    try:
+        for number, tab in enumerate(tabs):
+            driver.switch_to.window(tab)
+            browser.ask(f"I am visitor {number}.", columns={"Plain", "DFly"})
+        browser.until(lambda: server.running == 10, "all ten are served at a time")
+        server.hold = False
+        for number, tab in enumerate(tabs):
+            driver.switch_to.window(tab)
+            browser.until(browser.ended, f"visitor {number} is served")
+            answers = browser.texts(".card.done .answer")
+            assert len(answers) == 2 and all(f"“I am visitor {number}.”" in text for text in answers)
+    finally:
+        for tab in tabs[1:]:
+            driver.switch_to.window(tab)
+            driver.close()
+        driver.switch_to.window(first)
+
+
+def test_measured_draws_what_this_visit_measured(browser, embedded, server):
+    browser.open(embedded[1])
+    browser.ask("Measure.", columns={"Plain", "DFly", "DFly with D-cut"})
+    browser.until(browser.ended, "all have ended")
+    tab = next(button for button in browser.all("button[role=tab]") if button.text == "Measured")
+    tab.click()
+    lines = '[...document.querySelectorAll("#acceptance .line, #kept .line")].length'
+    browser.until(lambda: browser.driver.execute_script(f"return {lines}") == 4, "both charts have a line per drafter")
+    assert browser.texts("#acceptance .lines span") == ["DFly", "DFly with D-cut"]
+    assert "angelspec bench serve" in browser.texts("#throughput")[0]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_are_legible_on_every_shade(browser, embedded, scheme):
+    browser.open(embedded[1], scheme=scheme)
+    script = """
+    const rgb = text => { const c = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+      c.fillStyle = text; c.fillRect(0, 0, 1, 1); return [...c.getImageData(0, 0, 1, 1).data].slice(0, 3); };
+    return [...document.querySelectorAll('.legend i')].filter(e => /^a\\d$/.test(e.className)).map(e => {
+      const s = getComputedStyle(e); return [rgb(s.color), rgb(s.backgroundColor)]; });"""
+    pairs = browser.driver.execute_script(script)
+    assert len(pairs) == 8
+    contrasts = [contrast(*pair) for pair in pairs]
+    assert min(contrasts) >= 4.5, contrasts
+    assert sorted(contrasts, reverse=True) == contrasts, "each shade stands out more than the one before"
+
+
+def contrast(one: list[int], other: list[int]) -> float:
+    """WCAG 2 contrast of two colours."""
+
+    def luminance(colour: list[int]) -> float:
+        parts = [c / 255 for c in colour]
+        red, green, blue = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_nothing_is_sent_anywhere_else(browser):
+    """Runs last: what the browser asked for, in all tests above, and what its console said."""
+    urls = set()
+    for entry in browser.driver.get_log("performance"):
+        message = json.loads(entry["message"])["message"]
+        if message["method"] == "Network.requestWillBeSent":
+            urls.add(message["params"]["request"]["url"])
+    assert len(urls) > 20
+    here = re.compile(r"(http://(127\.0\.0\.1|visitor\d\.localhost):\d+/|data:|blob:|about:)")
+    assert {url for url in urls if not here.match(url)} == set()
+    browser.read_console()
+    assert browser.complaints == []

@@ -1,0 +1,276 @@
+"""The commands of serving, with real tiny checkpoints and a fake SGLang: plan, start, stop, bundles, load test."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from click.testing import CliRunner
+from fake_sglang import Behaviour, FakeSGLang
+from hub_builders import exported_drafter, manifest_of
+from mtp_builders import fitting_mtp
+from serving_builders import install_fake_sglang
+
+from angelspec.cli.main import cli
+from angelspec.core.bundle import load_bundle
+from angelspec.core.manifest import TargetIdentity
+from angelspec.core.recipe_files import load_recipe
+from angelspec.drafters.checkpoint import save_drafter
+from angelspec.serving.launch import free_port
+from angelspec.targets.sources import content_digest, materialise
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, [str(item) for item in arguments])
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """A cache with a tiny target, an MTP and a DFly drafter for it, and an installed fake of SGLang."""
+    install_fake_sglang(tmp_path, monkeypatch)
+    target = materialise("random:llama")
+    recipes = {name: load_recipe(f"tiny-{name}-llama") for name in ("mtp", "dfly")}
+    geometry = recipes["dfly"].target.geometry
+    identity = TargetIdentity(
+        name="tiny-llama", source="random:llama", digest=content_digest(target), mode_family="smollm2",
+        geometry=geometry,
+    )  # fmt: skip
+    exported_drafter(tmp_path / "dfly", recipe=recipes["dfly"], target=identity, acceptance=())
+    mtp = fitting_mtp(geometry, num_depths=recipes["mtp"].drafter_config().num_depths)
+    manifest = manifest_of(recipes["mtp"], target=identity, acceptance=(), drafter=mtp.config)
+    save_drafter(mtp, tmp_path / "mtp", manifest=manifest)
+    return tmp_path
+
+
+def _parts(world):
+    return "--target", "tiny-llama", "--drafter", world / "mtp", "--drafter", world / "dfly"
+
+
+def test_a_dry_run_shows_the_plan_and_the_command(world):
+    result = run("serve", *_parts(world), "--port", 31000, "--dry-run", "--max-running-requests", 4, "--tp-size=1")
+    assert result.exit_code == 0, result.output
+    for words in ("mtp", "dfly", "no-think", "per token beside the target's", "everything else by load",
+                  "-m sglang.launch_server --model-path", "--speculative-algorithm ANGELSPEC", "--port 31000",
+                  "SGLANG_PLATFORM=angelspec_cpu", "ANGELSPEC_BUNDLE=",
+                  "--max-running-requests 4 --tp-size 1"):  # fmt: skip
+        assert words in result.output, words
+    (file,) = (world / "cache" / "bundles").iterdir()
+    assert [drafter.name for drafter in load_bundle(file).drafters] == ["mtp", "dfly"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--enable-lora"], "--enable-lora can't be used here: LoRA"),
+        (["--attention-backend", "triton"], "--attention-backend triton can't be used here"),
+        (["--speculative-num-steps", "3"], "the extension sets speculation up by itself"),
+        (["--bundle", "x.yaml"], "give either --bundle FILE, or --target with --drafter"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(world, arguments, words):
+    result = run("serve", *_parts(world), "--dry-run", *arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_a_truncated_file_is_refused(world):
+    weights = world / "mtp" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-200])
+    result = run("serve", *_parts(world), "--dry-run")
+    assert result.exit_code == 2
+    assert "drafter '" in result.output
+    assert "can't be served beside" in result.output
+    assert "truncated" in result.output
+
+
+def test_a_drafter_of_another_target_is_refused(world):
+    result = run("serve", "--target", "tiny-qwen3", "--drafter", world / "dfly", "--dry-run")
+    assert result.exit_code == 2
+    assert "it was trained for the target tiny-llama" in result.output
+
+
+def test_a_port_in_use_is_refused(world):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = run("serve", *_parts(world), "--port", taken.getsockname()[1])
+    assert result.exit_code == 2
+    assert "can't be listened on" in result.output
+
+
+def test_a_wrong_version_of_sglang_is_refused(world, monkeypatch):
+    monkeypatch.setattr("angelspec.serving.engine_package.version", lambda name: "0.5.10")
+    result = run("serve", *_parts(world))
+    assert result.exit_code == 2
+    assert "SGLang 0.5.10 is installed" in result.output
+
+
+def _started(world, *arguments, behaviour=None):
+    """The command in a process of its own, with everything it says from then on."""
+    environment = {**os.environ, "FAKE_SGLANG": json.dumps(behaviour or {})}
+    command = [sys.executable, "-m", "angelspec.cli.main", "serve", *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_serving_until_sigterm_leaves_nothing_behind(world):
+    port = free_port("127.0.0.1")
+    process = _started(world, *_parts(world), "--port", port, "--grace", 5, behaviour={"child": True})
+    lines, children = [], []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if "serving on" in line:
+                break
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) == 2, "".join(lines)
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=30)
+    finally:
+        if process.poll() is None:  # the test has failed: leave nothing of it
+            for member in (process, *children):
+                member.kill()
+    text = "".join(lines) + rest
+    assert process.returncode == 0, text
+    assert "dfly: accepted length 3" in text
+    assert text.rstrip().endswith("stopped")
+    end = time.monotonic() + 5
+    while any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
+        assert time.monotonic() < end, "left behind"
+        time.sleep(0.05)
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+def test_nothing_accepted_ends_with_a_code_of_its_own(world):
+    process = _started(world, *_parts(world), "--port", 0, "--quiet", behaviour={"committed": {"dfly": 4}})
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 10, text
+    assert "error: drafter 'mtp' is trained, but none of its proposals was accepted: accepted length 1.00" in text
+
+
+# ------------------------------------------------------------------------------------------------- bundles
+
+
+def test_a_bundle_is_written_shown_checked_and_served(world):
+    file = world / "b" / "tiny.yaml"
+    made = run("bundle", "create", *_parts(world), "--route", "code=dfly", "--name", "tiny", "--output", file)
+    assert made.exit_code == 0, made.output
+    bundle = load_bundle(file)
+    assert [(d.name, d.family, d.mode) for d in bundle.drafters] == [
+        ("mtp", "mtp", "no-think"), ("dfly", "block", "no-think"),
+    ]  # fmt: skip
+    assert "source: ../mtp" in file.read_text()
+    assert bundle.target.source == "tiny-llama"
+    shown = run("bundle", "show", file)
+    assert "code, any mode: dfly" in shown.output
+    assert json.loads(run("bundle", "show", file, "--json").output)["routes"][0]["route"] == "dfly"
+    assert run("bundle", "check", file).exit_code == 0
+    planned = run("serve", "--bundle", file, "--dry-run")
+    assert planned.exit_code == 0, planned.output
+    assert "code, any mode: dfly" in planned.output
+
+
+def test_a_bundle_that_cannot_be_served_is_named(world):
+    file = world / "tiny.yaml"
+    assert run("bundle", "create", *_parts(world), "--output", file).exit_code == 0
+    good = file.read_text()
+    file.write_text(good + "drafter: []\n")
+    unknown = run("bundle", "check", file)
+    assert unknown.exit_code == 1
+    assert "drafter" in unknown.output
+    served = run("serve", "--bundle", file, "--dry-run")
+    assert served.exit_code == 2
+    assert "drafter" in served.output
+    file.write_text(good.replace("mode: no-think", "mode: high-think", 1))
+    other = json.loads(run("bundle", "check", file, "--json").output)
+    assert not other["ok"]
+    assert "it was trained for no-think, not for high-think" in other["problems"][0]
+    file.write_text(good.replace("./mtp", "./gone"))
+    gone = run("bundle", "check", file)
+    assert gone.exit_code == 1
+    assert "does not exist" in gone.output
+
+
+def test_acceptance_is_measured_with_the_reference_loop(world):
+    file = world / "measured.json"
+    prompts = world / "prompts.jsonl"
+    rows = [{"id": str(i), "workload": w, "prompt": f"say {w}"} for i, w in enumerate(["code", "chat", "code"])]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = run(
+        "bundle", "create", *_parts(world), "--measure", prompts, "--max-new-tokens", 12, "--output", file, "--quiet"
+    )
+    assert made.exit_code == 0, made.output
+    bundle = load_bundle(file)
+    measured = {(item.drafter, item.workload): item for item in bundle.acceptance}
+    assert set(measured) == {("mtp", "code"), ("mtp", "chat"), ("dfly", "code"), ("dfly", "chat")}
+    assert all(len(item.cumulative) == bundle.depths[item.drafter] for item in bundle.acceptance)
+    assert measured["dfly", "code"].steps > 0
+
+
+# -------------------------------------------------------------------------------------------------- bench
+
+
+@pytest.fixture
+def prompt_files(tmp_path):
+    files = []
+    for workload in ("code", "math"):
+        file = tmp_path / f"{workload}.jsonl"
+        rows = [{"id": str(i), "workload": workload, "prompt": f"{workload} {i}"} for i in range(4)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files.append(file)
+    return files
+
+
+def test_a_load_test_writes_result_report_and_pictures(prompt_files, tmp_path):
+    output = tmp_path / "bench"
+    with FakeSGLang(behaviour=Behaviour(step_seconds=0.001)) as server:
+        result = run(
+            "bench", "serve", "--url", server.url, "--prompts", prompt_files[0], "--prompts", f"sums={prompt_files[1]}",
+            "--concurrency", 1, "--concurrency", 2, "--route", "mtp", "--route", "dfly:off", "--requests", 2,
+            "--repeats", 2, "--max-tokens", 8, "--mode", "no-think", "--minimum-seconds", 0.001, "--output", output,
+            "--api-key", "s3cret",
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    saved = json.loads((output / "serve-bench.json").read_text())
+    assert [item["name"] for item in saved["prompt_sets"]] == ["code", "sums", "mixed"]
+    assert [choice["name"] for choice in saved["choices"]] == ["ar", "mtp", "dfly, cut off"]
+    assert len(saved["windows"]) == 3 * 2 * 3 * 2
+    report = (output / "serve-bench.md").read_text()
+    for words in ("### Throughput: mixed", "| concurrency | ar | mtp | dfly, cut off |", "paired logarithms",
+                  "SGLang 0.5.23", "×", "throughput.png"):  # fmt: skip
+        assert words in report, words
+    for picture in ("throughput.png", "speedup.png"):
+        assert (output / picture).read_bytes().startswith(b"\x89PNG")
+    assert "[36/36]" in result.output
+
+
+def test_failed_requests_are_shown_and_end_with_a_code_of_their_own(prompt_files, tmp_path):
+    with FakeSGLang(behaviour=Behaviour(step_seconds=0.002, break_after=1)) as server:
+        result = run(
+            "bench", "serve", "--url", server.url, "--prompts", prompt_files[0], "--concurrency", 1, "--requests", 3,
+            "--repeats", 1, "--output", tmp_path / "bench", "--quiet",
+        )  # fmt: skip
+    assert result.exit_code == 12, result.output
+    assert "requests failed" in result.output
+    report = (tmp_path / "bench" / "serve-bench.md").read_text()
+    assert "## Faults" in report
+    assert "‡" in report
+
+
+def test_a_server_out_of_reach_is_said(prompt_files):
+    result = run("bench", "serve", "--url", f"http://127.0.0.1:{free_port('127.0.0.1')}", "--prompts", prompt_files[0])
+    assert result.exit_code == 11
+    assert "is the server running" in result.output
+
+
+def test_the_key_is_not_kept():
+    from angelspec.cli.bench_commands import _without_key
+
+    assert _without_key(["--api-key", "a", "--api-key=b", "--url", "c"]) == [
+        "--api-key", "...", "--api-key=...", "--url", "c",
+    ]  # fmt: skip

@@ -1,0 +1,85 @@
+"""``angelspec demo``: what it refuses before anything starts, and one engine with the page from start to end."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import threading
+
+import httpx
+import psutil
+import pytest
+from click.testing import CliRunner
+from serving_builders import install_fake_sglang, plan_of, resolved_bundle
+
+from angelspec.cli import demo_commands
+from angelspec.cli.main import cli
+from angelspec.serving.launch import free_port
+
+needs_gradio = pytest.mark.skipif(
+    importlib.util.find_spec("gradio") is None, reason="the extra 'demo' is not installed"
+)
+
+
+def failed(*arguments: str) -> str:
+    result = CliRunner().invoke(cli, ["demo", "--no-browser", *arguments])
+    assert result.exit_code == 2, result.output
+    return result.output
+
+
+def test_without_gradio_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'angelspec[demo]'" in failed()
+
+
+@needs_gradio
+def test_wrong_arguments_are_refused(tmp_path):
+    assert "NAME=URL" in failed("--port", "0", "--server", "nonsense")
+    assert "exclude each other" in failed("--server", "a=http://127.0.0.1:9", "--bundle", "x.yaml")
+    (tmp_path / "r.json").write_text("{}", encoding="utf-8")
+    assert "bench serve" in failed("--server", "a=http://127.0.0.1:9", "--results", str(tmp_path / "r.json"))
+
+
+@needs_gradio
+def test_a_taken_port_is_refused_before_anything_starts():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "--port" in failed("--server", "a=http://127.0.0.1:9", "--port", str(taken.getsockname()[1]))
+
+
+@needs_gradio
+def test_without_drafters_it_says_what_to_give(tmp_path, monkeypatch):
+    monkeypatch.setattr("angelspec.core.locations.resource_folder", lambda name: tmp_path)
+    said = failed("--port", "0")
+    assert "angelspec bundle create" in said and "--server NAME=URL" in said
+
+
+@needs_gradio
+def test_one_engine_is_started_shown_and_ended_with_the_page(tmp_path, monkeypatch):
+    install_fake_sglang(tmp_path, monkeypatch)
+    page = free_port("127.0.0.1")
+    bundle = resolved_bundle(tmp_path)
+    monkeypatch.setattr(demo_commands, "_plan", lambda file, *, engine_port: plan_of(bundle, port=engine_port))
+    found, said, announced = {}, [], threading.Event()
+
+    def echo(text: str, **_) -> None:
+        said.append(text)
+        if text.startswith("demo on"):
+            announced.set()
+
+    def visit() -> None:
+        announced.wait(60)
+        found["page"] = httpx.get(f"http://127.0.0.1:{page}/", trust_env=False).text
+        found["engine"] = [p for p in psutil.Process().children() if "sglang.launch_server" in " ".join(p.cmdline())]
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(demo_commands.click, "echo", echo)
+    threading.Thread(target=visit, daemon=True).start()
+    result = CliRunner().invoke(cli, ["demo", "--no-browser", "--port", str(page)])
+    assert result.exit_code == 0, result.output
+    assert "angelspec demo" in found["page"]
+    assert f"demo on http://127.0.0.1:{page}/ (Ctrl-C stops it)" in said
+    assert len(found["engine"]) == 1 and not found["engine"][0].is_running()
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://127.0.0.1:{page}/", trust_env=False)

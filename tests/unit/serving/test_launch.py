@@ -1,0 +1,270 @@
+"""Starting, probing, running and stopping a server, with a fake SGLang as the child process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+
+import psutil
+import pytest
+from fake_sglang import Behaviour, FakeSGLang
+from hub_builders import manifest_of
+from serving_builders import DFLY, install_fake_sglang, plan_of, resolved_bundle
+
+from angelspec.core.bundle import load_bundle
+from angelspec.core.recipe_files import load_recipe
+from angelspec.serving import launch
+from angelspec.serving.client import Client
+from angelspec.serving.failures import NotSpeculating, ServingError, StartFailed
+from angelspec.serving.launch import free_port, serve
+from angelspec.serving.probe import probe
+from angelspec.serving.process import ServerProcess
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Serves with a behaviour until ``when_ready`` has run; returns what was said, and all processes started."""
+
+    def run(*, when_ready=None, number=signal.SIGTERM, behaviour=None, **options):
+        install_fake_sglang(tmp_path, monkeypatch, behaviour=behaviour)
+        plan = plan_of(resolved_bundle(tmp_path), port=free_port("127.0.0.1"))
+        said: list[str] = []
+        processes: list[psutil.Process] = []
+        started = ServerProcess.__init__
+
+        def watched(self, *arguments, **named):
+            started(self, *arguments, **named)
+            processes.append(psutil.Process(self.pid))
+
+        monkeypatch.setattr(ServerProcess, "__init__", watched)
+
+        def ready(probed):
+            said.extend(str(item) for item in probed)
+            processes.extend(processes[0].children(recursive=True))
+            if when_ready is not None:
+                when_ready(plan)
+            os.kill(os.getpid(), number)
+
+        error = None
+        try:
+            serve(plan, say=said.append, ready=ready, start_timeout=options.pop("start_timeout", 20), **options)
+        except ServingError as raised:
+            error = raised
+        return said, error, processes
+
+    yield run
+    for process in psutil.Process().children(recursive=True):
+        assert process.status() == psutil.STATUS_ZOMBIE, f"left behind: {process}"
+
+
+def _gone(processes):
+    return all(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in processes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_starts_proves_itself_answers_and_stops_on_a_signal(start, tmp_path, number):
+    answers = []
+
+    def talk(plan):
+        with Client(plan.url) as client:
+            answers.append(client.chat([{"role": "user", "content": "Hi"}], label={"route": "dfly"}, details=True))
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    said, error, processes = start(when_ready=talk, number=number)
+    assert error is None
+    assert answers[0].metadata.route == "dfly"
+    text = "\n".join(said)
+    assert "healthy after" in text
+    assert re.search(r"mtp: accepted length 1\.\d\d over", text)
+    assert re.search(r"dfly: accepted length 3\.\d\d over", text)
+    assert said[-2:] == [f"{number.name}: stopping the server (up to 30 s for running requests)", "stopped"]
+    assert len(processes) == 1
+    assert _gone(processes)
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_the_server_reads_the_resolved_bundle_from_the_cache(start, tmp_path):
+    bundles = []
+
+    def look(plan):
+        (file,) = (tmp_path / "cache" / "bundles").iterdir()
+        bundles.append((load_bundle(file), plan.resolved.bundle))
+
+    assert start(when_ready=look)[1] is None
+    written, planned = bundles[0]
+    assert written == planned
+    assert written.drafters[0].source == str(tmp_path / "mtp")
+
+
+def test_a_server_that_dies_at_start_shows_its_last_words(start):
+    _, error, processes = start(behaviour={"dies": "start"})
+    assert isinstance(error, StartFailed)
+    assert error.exit_code == 9
+    assert "ended while it started (exit code 7)" in error.message
+    assert "RuntimeError: the draft model lacks draft.layers.0.weight" in error.message
+    assert _gone(processes)
+
+
+def test_a_server_that_never_becomes_healthy_is_stopped(start):
+    began = time.monotonic()
+    _, error, processes = start(behaviour={"never_healthy": True}, start_timeout=1.6)
+    assert isinstance(error, StartFailed)
+    assert "not healthy after 2 s" in error.message
+    assert "ready to serve" in error.message  # the last line of its log
+    assert time.monotonic() - began < 10
+    assert _gone(processes)
+
+
+def test_a_trained_drafter_of_which_nothing_is_accepted_is_an_error(start):
+    said, error, processes = start(behaviour={"committed": {"mtp": 2, "dfly": 1}})
+    assert isinstance(error, NotSpeculating)
+    assert error.exit_code == 10
+    assert "drafter 'dfly' is trained, but none of its proposals was accepted: accepted length 1.00" in error.message
+    assert not any("serving on" in line for line in said)
+    assert _gone(processes)
+
+
+def test_without_a_probe_it_is_served_all_the_same(start):
+    said, error, _ = start(behaviour={"committed": {}}, probing=False)
+    assert error is None
+    assert any("serving on" in line for line in said)
+
+
+def test_a_server_that_dies_while_it_is_probed_shows_its_last_words(start):
+    _, error, _ = start(behaviour={"dies": "probe"})
+    assert isinstance(error, StartFailed)
+    assert "ended while it was probed (exit code 3)" in error.message
+    assert "out of coffee" in error.message
+
+
+def test_a_server_that_ends_by_itself_is_an_error(start):
+    def kill(plan):
+        (child,) = [p for p in psutil.Process().children() if "sglang.launch_server" in " ".join(p.cmdline())]
+        os.kill(child.pid, signal.SIGKILL)
+
+    _, error, _ = start(when_ready=kill, number=signal.SIGCONT)  # the signal that the fixture sends stops nothing
+    assert isinstance(error, StartFailed)
+    assert "the server ended by itself (signal 9)" in error.message
+
+
+def test_a_stubborn_server_with_a_stubborn_child_is_ended_by_force(start):
+    began = time.monotonic()
+    said, error, processes = start(behaviour={"stubborn": True, "child": True}, grace=0.3)
+    assert error is None
+    assert len(processes) == 2
+    assert _gone(processes)
+    assert time.monotonic() - began < 20
+
+
+def test_children_that_outlive_the_server_are_ended(start):
+    said, error, processes = start(behaviour={"child": True}, grace=0.3)  # the server itself ends at once
+    assert error is None
+    assert len(processes) == 2
+    assert _gone(processes)
+
+
+def test_a_signal_during_the_start_stops_it(tmp_path, monkeypatch):
+    install_fake_sglang(tmp_path, monkeypatch, behaviour={"never_healthy": True})
+    plan = plan_of(resolved_bundle(tmp_path), port=free_port("127.0.0.1"))
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    said = []
+    serve(plan, say=said.append, start_timeout=30)
+    assert said[-1] == "stopped"
+    assert not psutil.Process().children() or all(
+        child.status() == psutil.STATUS_ZOMBIE for child in psutil.Process().children()
+    )
+
+
+def test_a_signal_between_the_childs_birth_and_its_block_leaves_nothing_behind(tmp_path, monkeypatch):
+    install_fake_sglang(tmp_path, monkeypatch)
+    plan = plan_of(resolved_bundle(tmp_path), port=free_port("127.0.0.1"))
+    born = []
+
+    class Hasty(ServerProcess):
+        def __init__(self, *arguments, **named):
+            super().__init__(*arguments, **named)
+            born.append(psutil.Process(self.pid))
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)  # the handler runs here
+
+    monkeypatch.setattr(launch, "ServerProcess", Hasty)
+    said = []
+    serve(plan, say=said.append, start_timeout=30)
+    assert said[-1] == "stopped"
+    assert len(born) == 1
+    assert _gone(born)
+
+
+def test_a_port_in_use_is_named_before_anything_starts(tmp_path, monkeypatch):
+    install_fake_sglang(tmp_path, monkeypatch)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        plan = plan_of(resolved_bundle(tmp_path), port=port)
+        with pytest.raises(ServingError, match=f"127.0.0.1:{port} can't be listened on"):
+            serve(plan, say=lambda text: None)
+    assert not (tmp_path / "cache" / "logs").exists()
+
+
+# --------------------------------------------------------------------------------------------------- probe
+
+
+def _probe(tmp_path, behaviour, **changes):
+    resolved = resolved_bundle(tmp_path, **changes)
+    with FakeSGLang(resolved.bundle, behaviour) as server, Client(server.url) as client:
+        return probe(client, resolved), server.requests
+
+
+def test_the_probe_forces_each_route_and_cuts_nothing(tmp_path):
+    probed, requests = _probe(tmp_path, Behaviour())
+    assert [item.drafter for item in probed] == ["mtp", "dfly"]
+    bodies = [body for path, body in requests if path.endswith("completions")]
+    assert {(body["custom_params"]["route"], body["custom_params"]["dcut"]) for body in bodies} == {
+        ("mtp", "off"), ("dfly", "off"),
+    }  # fmt: skip
+    assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for body in bodies)
+
+
+def test_the_probes_accepted_length_is_pooled_over_steps(tmp_path):
+    # nine tokens at two a step are five steps: 9 / 5, for each prompt alike
+    probed, _ = _probe(tmp_path, Behaviour(words="a b c d e f g h i"))
+    assert probed[0].accepted_length == pytest.approx(1.8)
+    assert probed[0].steps == 15
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        (Behaviour(extension=False), "runs without angelspec's extension"),
+        (Behaviour(metadata=False), "carry no metadata"),
+        (Behaviour(committed={"dfly": 4}), "drafter 'mtp' is trained, but none"),
+    ],
+)
+def test_what_the_probe_finds(tmp_path, behaviour, words):
+    with pytest.raises(NotSpeculating, match=words):
+        _probe(tmp_path, behaviour)
+
+
+def test_the_probe_misses_a_drafter_that_was_not_loaded(tmp_path):
+    resolved = resolved_bundle(tmp_path)
+    fewer = resolved.bundle.model_copy(update={"drafters": resolved.bundle.drafters[:1]})
+    with (
+        FakeSGLang(fewer) as server,
+        Client(server.url) as client,
+        pytest.raises(NotSpeculating, match="did not load dfly"),
+    ):
+        probe(client, resolved)
+
+
+def test_nothing_is_expected_of_an_untrained_drafter(tmp_path):
+    manifest = manifest_of(load_recipe("tiny-dfly-llama"), drafter=DFLY, acceptance=())
+    fresh = manifest.model_copy(update={"training": manifest.training.model_copy(update={"steps": 0})})
+    probed, _ = _probe(
+        tmp_path, Behaviour(committed={}), names=("dfly",), manifests={"dfly": fresh}, digest="ab12" * 16
+    )
+    assert probed[0].accepted_length == 1.0
+    assert not probed[0].trained
