@@ -14,6 +14,7 @@ from angelspec.core.request_label import RequestLabel, RequestRecord, parse_labe
 from angelspec.core.routing import Route, choose_route
 from angelspec.core.step_costs import StepCosts
 from angelspec.core.workloads import WORKLOADS, Workload
+from sglang_ext.penalties import RowPenalties, is_penalised
 
 RESOLVED_KEY = "angelspec"
 """Key of ``custom_params`` under which the HTTP process hands its findings to the scheduler."""
@@ -37,6 +38,8 @@ class ServedRequest:
     last_step: int = 0
     prefilled_to: int = 0
     """Where its last prefill ended."""
+    penalties: RowPenalties | None = None
+    """Only where it has any."""
     broken_drafts: int = 0
     """Drafts that were not finite."""
 
@@ -51,12 +54,8 @@ def plain_reason(sampling_params: Any, *, has_grammar: bool, has_processor: bool
         return "structured output is decoded one token a step"
     if has_processor:
         return "a custom logit processor is applied one token a step"
-    if sampling_params.frequency_penalty or sampling_params.presence_penalty:
-        return "penalties are applied one token a step"
-    if sampling_params.repetition_penalty != 1.0:
-        return "penalties are applied one token a step"
-    if sampling_params.min_new_tokens:
-        return "a minimum length is enforced one token a step"
+    if is_penalised(sampling_params):
+        return "penalties and minimum lengths are applied one token a step"
     return None
 
 

@@ -28,6 +28,7 @@ from sglang_ext.accept import accept, draw
 from sglang_ext.answers import TOKENS_KEY, opening
 from sglang_ext.drafting import DraftRows, DraftRunner
 from sglang_ext.metrics import Counters, StepReport
+from sglang_ext.penalties import RowPenalties, is_penalised
 from sglang_ext.pending import PendingStates
 from sglang_ext.profiling import find_costs
 from sglang_ext.prometheus import Exporter
@@ -125,6 +126,10 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         rows, new = self.requests.rows(reqs, costs=self.costs)
         for known in new:
             self._open(known)
+        for req, known in zip(reqs, rows, strict=True):
+            if known.penalties is None and is_penalised(req.sampling_params):
+                vocabulary = self.model_runner.model_config.vocab_size
+                known.penalties = RowPenalties(req, vocab_size=vocabulary, device=str(self.device))
         return rows
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
@@ -219,7 +224,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
 
         output, packed, row_N, offset_N, layout, graphed = self._verify(batch, window, block_BW, kept, lengths)
         info, logits_NV = batch.sampling_info, output.next_token_logits
-        self._adjust(batch, logits_NV, row_N, offset_N, block_BW, grammar_barrier)
+        self._adjust(batch, rows, logits_NV, row_N, offset_N, block_BW, grammar_barrier)
         keeps_logits = batch.return_logprob and not (info is None or info.is_all_greedy)
         drawn_N = draw(
             self.model_runner.sampler,
@@ -345,9 +350,10 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         return forward.logits_output, packed, row_N, offset_N, layout, forward.can_run_cuda_graph
 
     def _adjust(
-        self, batch: Any, logits_NV: Tensor, row_N: Tensor, offset_N: Tensor, block_BW: Tensor, barrier: Any
-    ) -> None:
-        """Penalties, biases, masks and processors, as plain decoding applies them.
+        self, batch: Any, rows: list[ServedRequest], logits_NV: Tensor, row_N: Tensor, offset_N: Tensor,
+        block_BW: Tensor, barrier: Any,
+    ) -> None:  # fmt: skip
+        """Penalties, biases and grammars, as plain decoding applies them.
 
         All but biases depend on the tokens before, so rows that have them verify one slot, and theirs is the first.
         """
@@ -356,16 +362,13 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             return
         if info.logit_bias is not None:
             logits_NV += info.logit_bias[row_N].to(logits_NV.dtype)
-        orchestrator = info.penalizer_orchestrator
-        penalised = orchestrator is not None and orchestrator.is_required
-        if not (penalised or batch.has_grammar or info.has_custom_logit_processor):
+        penalised = [row for row, known in enumerate(rows) if known.penalties is not None]
+        if not penalised and not batch.has_grammar:
             return
         first_B = (offset_N == 0).nonzero().squeeze(1)
         logits_BV = logits_NV[first_B]
-        if info.has_custom_logit_processor:
-            raise NotImplementedError("custom logit processors are refused when a request arrives")
-        if penalised:
-            info._apply_pre_grammar_logits_transforms(logits_BV)
+        for row in penalised:
+            rows[row].penalties.apply(block_BW[row, :1], logits_BV[row : row + 1])
         if batch.has_grammar:
             mask = compat.build_grammar_vocab_mask(
                 reqs=batch.reqs,

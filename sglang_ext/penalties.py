@@ -1,0 +1,61 @@
+"""Penalties and minimum lengths of one request, by SGLang's own penalizers.
+
+SGLang feeds its penalizers when it prepares a plain decode step; for speculative algorithms it does not, and with
+overlap it feeds them one token late. A request that has any of them verifies one slot per step, so its newest output
+token is the anchor: feeding that gives what plain decoding without overlap gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+def is_penalised(sampling_params: Any) -> bool:
+    """Whether logits depend on the request's output so far."""
+    return bool(
+        sampling_params.frequency_penalty
+        or sampling_params.presence_penalty
+        or sampling_params.repetition_penalty != 1.0
+        or sampling_params.min_new_tokens
+    )
+
+
+@dataclass(eq=False)
+class _Batch:
+    """What a penalizer reads of a batch."""
+
+    reqs: list[Any]
+    device: str
+
+
+class RowPenalties:
+    """The penalizers of one request.
+
+    Args:
+        req: SGLang's request.
+        vocab_size: of the logits.
+        device: of the logits.
+    """
+
+    def __init__(self, req: Any, *, vocab_size: int, device: str) -> None:
+        from sglang.srt.sampling import penaltylib
+
+        self._batch = _Batch([req], device)  # the orchestrator holds it by a weak reference
+        self._orchestrator = penaltylib.BatchedPenalizerOrchestrator(
+            vocab_size=vocab_size,
+            batch=self._batch,
+            penalizers={
+                penaltylib.BatchedFrequencyPenalizer,
+                penaltylib.BatchedMinNewTokensPenalizer,
+                penaltylib.BatchedPresencePenalizer,
+                penaltylib.BatchedRepetitionPenalizer,
+            },
+        )
+
+    def apply(self, anchor_1: Tensor, logits_1V: Tensor) -> None:
+        """Feed the newest output token and penalise the logits of the next, in place."""
+        self._orchestrator.cumulate_output_tokens(anchor_1)
+        self._orchestrator.apply(logits_1V)
