@@ -1,29 +1,42 @@
 # make run   sets up .venv and runs the embedded recipe's quick preset from start to end
-# make test  sets up .venv with the test tools and runs the tests (what .ci/run calls)
+# make test  sets up .venv with the test tools and .venv-serve with SGLang, and runs the tests (what .ci/run calls)
 # make test-hubs  runs the tests of the hubs under the other supported major version of huggingface_hub
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# SGLang pins other versions of what the rest is tested with, so it has an environment of its own
+SERVE ?= .venv-serve
 export OMP_WAIT_POLICY ?= PASSIVE
 
 # what SGLang 0.5.23 installs; the newest 2.x is what the other tests run with
 OTHER_HUB ?= 1.33.0
 
-.PHONY: run test test-hubs lint clean
+.PHONY: run test test-main test-serve test-hubs browser lint clean
 run: $(VENV)/.core
 	$(BIN)/angelspec recipe run smollm2-dfly-nothink --preset quick
 
-test: $(VENV)/.dev
-	$(BIN)/ruff check angelspec tests
+test: test-main test-serve
+
+test-main: $(VENV)/.dev browser
+	$(BIN)/ruff check angelspec sglang_ext tests
 	$(BIN)/python -m pytest -m "not slow" -q -n 2 --dist loadfile
+
+test-serve: $(SERVE)/.ready
+	$(SERVE)/bin/python -m pytest -m "not slow" -q tests/unit/sglang_ext tests/e2e/serving
+
+# the page is tested in Chromium; where it is missing and can't be installed, those tests are skipped and say so
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium chromium-driver >/dev/null; } \
+	  || echo "chromium is not installed: the tests of the demo page will be skipped (apt-get install chromium chromium-driver)"
 
 test-hubs: $(VENV)/.dev
 	$(BIN)/pip install --quiet --no-deps --target $(VENV)/hub-$(OTHER_HUB) "huggingface_hub==$(OTHER_HUB)"
 	PYTHONPATH=$(VENV)/hub-$(OTHER_HUB) $(BIN)/python -m pytest -q tests/unit/hub tests/e2e/test_publish_road.py
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff check angelspec tests
-	$(BIN)/ruff format --check angelspec tests
+	$(BIN)/ruff check angelspec sglang_ext tests
+	$(BIN)/ruff format --check angelspec sglang_ext tests
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("angelspec needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
@@ -37,5 +50,10 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/.core
 
+$(SERVE)/.ready: pyproject.toml | $(VENV)/bin/python
+	$(PYTHON) -m venv $(SERVE)
+	$(SERVE)/bin/pip install --quiet --editable '.[serve]' pytest pytest-timeout scipy
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(SERVE) build dist *.egg-info

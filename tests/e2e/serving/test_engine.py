@@ -2,7 +2,7 @@
 
 The target is tiny and random. Its own answers, recorded by the stock engine, feed a replay drafter, so that drafts are
 really accepted; the other drafters are random. Two engines run one after the other, each with everything at once:
-overlap, radix cache, chunked prefill and a pool so small that requests are retracted; then no overlap and large pages.
+overlap, radix cache, chunked prefill and, every 25 steps, a retraction; then no overlap and large pages.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def replay(folder: Path, stock: dict[str, Any]) -> Path:
 
 
 SETTINGS = {
-    "overlap, small pool": {"max_total_tokens": 700, "schedule_conservativeness": 0.01},
+    "overlap, retraction": {"max_total_tokens": 900},
     "no overlap, pages of 16": {"disable_overlap_schedule": True, "page_size": 16},
 }
 
@@ -179,6 +179,8 @@ def served(
         {"engine": engine(target, speculative_algorithm="ANGELSPEC", **SETTINGS[request.param]), "waves": waves},
         ANGELSPEC_BUNDLE=str(bundle),
         ANGELSPEC_REPLAY=str(replay),
+        SGLANG_TEST_RETRACT="1" if request.param == "overlap, retraction" else "0",
+        SGLANG_TEST_RETRACT_INTERVAL="25",
     )
     yield request.param, told
 
@@ -213,7 +215,7 @@ def test_what_should_have_happened_happened(served: tuple[str, dict[str, Any]]) 
     assert counted["cut_steps"] > 20
     assert counted["prefix_hits"] > 3
     assert counted["continued_chunks"] > 3
-    if setting == "overlap, small pool":
+    if setting == "overlap, retraction":
         assert counted["prefilled_again"] > 0, "nothing was retracted"
     assert counted["fallbacks"].get("lost states", 0) == 0
     assert counted["committed_tokens"] > 1.3 * sum(
