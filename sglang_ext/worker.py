@@ -26,6 +26,7 @@ from angelspec.ops.step_planner import Step, StepPlanner
 from sglang_ext import compat
 from sglang_ext.accept import accept, draw
 from sglang_ext.answers import TOKENS_KEY, opening
+from sglang_ext.cost_tracking import CostTracker
 from sglang_ext.drafting import DraftRows, DraftRunner
 from sglang_ext.metrics import Counters, StepReport
 from sglang_ext.penalties import RowPenalties, is_penalised
@@ -38,6 +39,8 @@ from sglang_ext.settings import current_plan
 logger = logging.getLogger(__name__)
 _WAIT_ON_CPU, _WAIT_ON_GPU = 32, 1
 """Tokens that may wait for their entries beyond one verification."""
+_LOOK_EVERY = 16
+"""Steps between two looks at whether costs have drifted."""
 _BROKEN_AT_MOST = 3
 """A request whose drafts were not finite so often is decoded plainly from then on."""
 
@@ -65,6 +68,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         """Whether steps may be drafted for; an operator switches it."""
         self._width = self.verify_num_draft_tokens
         self._drafts: DraftRunner | None = None
+        self._step_ended: tuple[float, tuple[str, ...]] | None = None
         self.use_costs(None)
 
     # ------------------------------------------------------------------------------------------------ set-up
@@ -88,6 +92,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
     def use_costs(self, costs: StepCosts | None) -> None:
         """Plan by these costs from now on; None: by none, so that only rows whose request names a drafter draft."""
         self.costs = costs
+        self._tracker = None if costs is None else CostTracker(costs)
         self._planner = StepPlanner.of(self.plan.bundle, costs or StepCosts())
         for known in list(self.requests):
             self._open(known)
@@ -247,6 +252,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         verified = time.perf_counter()
 
         self._observe(step, rows, committed)
+        self._track(step, kept, drafting=drafted - planned, verifying=verified - cut_done)
         result = compat.GenerationBatchResult(
             logits_output=output,
             next_token_ids=outcome.tokens_BW.reshape(-1),
@@ -412,6 +418,28 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             hidden_ND=output.last_hidden_states[keep_N],
             token_N=block_BW[row_N, offset_N][keep_N],
         )
+
+    def _track(self, step: Step, kept: list[int], *, drafting: float, verifying: float) -> None:
+        """Keep the costs true by what this step took, from the end of the one before."""
+        now = time.perf_counter()
+        before, self._step_ended = self._step_ended, (now, step.requests)
+        if self._tracker is None:
+            return
+        rest = None
+        if before is not None and before[1] == step.requests:
+            rest = now - before[0] - drafting - verifying
+        rows = {name: len(indices) for name, indices in step.rows_by_drafter.items()}
+        self._tracker.observe(
+            len(kept),
+            drafted=rows,
+            slots=len(kept) + sum(kept),
+            draft_seconds=drafting,
+            verify_seconds=verifying,
+            rest_seconds=rest,
+        )
+        if self.counters.steps % _LOOK_EVERY == 0 and self._tracker.drifted():
+            self.costs = self._tracker.current()
+            self._planner.use(self.costs)
 
     def _observe(self, step: Step, rows: list[ServedRequest], committed: list[int]) -> None:
         self._planner.observe(step, [number - 1 for number in committed])

@@ -116,6 +116,10 @@ class StepPlanner:
         estimates = Estimates(bundle.depths, measured=bundle.measured, calibrations=bundle.calibrations)
         return cls(costs, estimates, depths=bundle.depths, ratios=bundle.dcut.ratios)
 
+    def use(self, costs: StepCosts) -> None:
+        """Plan by these costs from the next step on; what was learnt about requests stays."""
+        self._curves = CostCurves(costs, depth=max(self._depths.values(), default=0))
+
     def open(
         self,
         request: str,

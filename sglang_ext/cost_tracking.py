@@ -1,0 +1,128 @@
+"""Keeps the costs of a step true while the engine serves.
+
+What was profiled at start-up are forwards on an idle engine with one context length. Served steps differ: contexts
+grow, other processes take their share of the machine, and the scheduler, sampling and results cost time too. So each
+part is scaled by what it really took, and the rest of a step is added by batch size:
+
+    seconds = sum_d scale_d draft_d(n_d) + scale_v verify(B, T) + rest(B)
+
+Scales are running means of log ratios, the rest is a running mean per batch size; both forget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from angelspec.core.step_costs import DraftPoint, StepCosts, VerifyPoint
+
+_SHARE = 1 / 24
+"""Weight of a new step; until so many were seen, all weigh alike."""
+_FARTHEST = math.log(6.0)
+"""A single step counts for no more than this ratio, either way: a pause is no cost."""
+_DRIFT = 0.03
+"""Relative change of a scale that is worth new tables."""
+
+
+class _Mean:
+    def __init__(self) -> None:
+        self.value, self.count = 0.0, 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.value += max(_SHARE, 1 / self.count) * (value - self.value)
+
+
+class CostTracker:
+    """Costs that follow served steps.
+
+    Args:
+        profiled: measured at start-up.
+    """
+
+    def __init__(self, profiled: StepCosts) -> None:
+        self._profiled = profiled
+        self._verify = _Mean()
+        self._draft: dict[str, _Mean] = {name: _Mean() for name in profiled.drafting}
+        self._rest: dict[int, _Mean] = {}
+        self._given = self._state()
+
+    def observe(
+        self,
+        batch_size: int,
+        *,
+        drafted: Mapping[str, int],
+        slots: int,
+        draft_seconds: float,
+        verify_seconds: float,
+        rest_seconds: float | None,
+    ) -> None:
+        """Learn from a served step.
+
+        Args:
+            batch_size: rows.
+            drafted: rows by drafter.
+            slots: verified, anchors counted.
+            draft_seconds: of all drafters.
+            verify_seconds: the target's forward, acceptance included.
+            rest_seconds: everything between the end of the step before and the end of this one that is neither; None:
+                not known, since other work lay between.
+        """
+        costs = self._profiled
+        expected = costs.verify_seconds(batch_size, slots)
+        if expected:
+            self._verify.add(_bounded(math.log(verify_seconds / expected)))
+        if len(drafted) == 1:  # with several, whose share is whose is not known
+            ((name, rows),) = drafted.items()
+            expected = costs.draft_seconds(name, rows)
+            if expected and draft_seconds > 0:
+                self._draft[name].add(_bounded(math.log(draft_seconds / expected)))
+        if rest_seconds is not None:
+            self._rest.setdefault(batch_size, _Mean()).add(min(rest_seconds, verify_seconds))
+
+    def drifted(self) -> bool:
+        """Whether the costs given last are no longer true."""
+        now = self._state()
+        return any(abs(new - old) > _DRIFT for new, old in zip(now, self._given, strict=True))
+
+    def current(self) -> StepCosts:
+        """The profiled costs, made true."""
+        self._given = self._state()
+        costs, scale = self._profiled, math.exp(self._verify.value)
+        return costs.model_copy(
+            update={
+                "drafting": {
+                    name: tuple(
+                        DraftPoint(rows=point.rows, seconds=point.seconds * math.exp(self._draft[name].value))
+                        for point in points
+                    )
+                    for name, points in costs.drafting.items()
+                },
+                "verification": tuple(
+                    VerifyPoint(
+                        batch_size=point.batch_size,
+                        slots=point.slots,
+                        seconds=point.seconds * scale + self._rest_of(point.batch_size),
+                    )
+                    for point in costs.verification
+                ),
+            }
+        )
+
+    def _rest_of(self, batch_size: int) -> float:
+        """Of the nearest batch size that was seen; 0: none was."""
+        seen = [size for size, mean in self._rest.items() if mean.count]
+        return self._rest[min(seen, key=lambda size: abs(size - batch_size))].value if seen else 0.0
+
+    def _state(self) -> list[float]:
+        plain = self._profiled.verify_seconds(1, 1) or 1.0
+        return [
+            self._verify.value,
+            *(mean.value for mean in self._draft.values()),
+            self._rest_of(1) / plain,
+            self._rest_of(1 << 30) / plain,
+        ]
+
+
+def _bounded(log_ratio: float) -> float:
+    return max(-_FARTHEST, min(_FARTHEST, log_ratio))
