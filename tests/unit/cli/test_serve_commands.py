@@ -43,7 +43,10 @@ def world(tmp_path, monkeypatch):
         geometry=geometry,
     )  # fmt: skip
     exported_drafter(tmp_path / "dfly", recipe=recipes["dfly"], target=identity, acceptance=())
-    mtp = fitting_mtp(geometry, num_depths=recipes["mtp"].drafter_config().num_depths)
+    mtp = fitting_mtp(
+        geometry, num_depths=recipes["mtp"].drafter_config().num_depths, num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim,
+    )  # fmt: skip
     manifest = manifest_of(recipes["mtp"], target=identity, acceptance=(), drafter=mtp.config)
     save_drafter(mtp, tmp_path / "mtp", manifest=manifest)
     return tmp_path

@@ -56,8 +56,9 @@ def start(tmp_path, monkeypatch):
             error = raised
         return said, error, processes
 
+    before = set(psutil.Process().children(recursive=True))  # of other tests, such as a resource tracker
     yield run
-    for process in psutil.Process().children(recursive=True):
+    for process in set(psutil.Process().children(recursive=True)) - before:
         assert process.status() == psutil.STATUS_ZOMBIE, f"left behind: {process}"
 
 
@@ -172,12 +173,11 @@ def test_a_signal_during_the_start_stops_it(tmp_path, monkeypatch):
     plan = plan_of(resolved_bundle(tmp_path), port=free_port("127.0.0.1"))
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    said = []
+    said, before = [], set(psutil.Process().children())
     serve(plan, say=said.append, start_timeout=30)
     assert said[-1] == "stopped"
-    assert not psutil.Process().children() or all(
-        child.status() == psutil.STATUS_ZOMBIE for child in psutil.Process().children()
-    )
+    left = set(psutil.Process().children()) - before
+    assert all(child.status() == psutil.STATUS_ZOMBIE for child in left)
 
 
 def test_a_signal_between_the_childs_birth_and_its_block_leaves_nothing_behind(tmp_path, monkeypatch):
