@@ -120,12 +120,15 @@ def _handler(server: DemoServer) -> type[BaseHTTPRequestHandler]:
                 return self._json(200, {"choices": [{"message": {"content": "x"}, "finish_reason": "length"}]})
             server.entered(1)
             try:
-                self._stream(body)
+                whole = self._stream(body)
             except (BrokenPipeError, ConnectionResetError):
                 server.abandoned += 1
                 self.close_connection = True
+                whole = False
             finally:
                 server.entered(-1)
+            if whole:  # only now: who reads it may ask for the next answer before this thread gets on
+                self.wfile.write(b"data: [DONE]\n\n")
 
         def _json(self, status: int, value: Any) -> None:
             data = json.dumps(value).encode()
@@ -135,7 +138,7 @@ def _handler(server: DemoServer) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.wfile.write(data)
 
-        def _stream(self, body: Mapping[str, Any]) -> None:
+        def _stream(self, body: Mapping[str, Any]) -> bool:
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.send_header("Connection", "close")
@@ -144,14 +147,14 @@ def _handler(server: DemoServer) -> type[BaseHTTPRequestHandler]:
             steps, breaks = Steps(server, body), server.break_after(body)
             for number, event in enumerate(steps.events()):
                 if breaks is not None and number >= breaks:
-                    return
+                    return False
                 time.sleep(server.step_seconds * (1 + 0.2 * (server.running - 1)) * (4 if number == 0 else 1))
                 self._event(event)
                 while server.hold:
                     time.sleep(0.02)
             usage = {"prompt_tokens": 12, "completion_tokens": steps.tokens}
             self._event({"choices": [], "usage": usage})
-            self.wfile.write(b"data: [DONE]\n\n")
+            return True
 
         def _event(self, value: Any) -> None:
             self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from angelspec.core.drafter_config import BlockDrafterConfig, MtpDrafterConfig
 from angelspec.core.known_targets import KNOWN_TARGETS
@@ -38,6 +46,57 @@ DRAFTERS = {
     ),
 }  # fmt: skip
 DEPTHS = {"mtp": 3, "dfly": 7, "dspark": 4}
+ROOT = Path(__file__).parents[1]
+TARGET_SHARE = 0.15
+"""Of the layers' own say in ``write_markov_target``."""
+SEED = 5
+
+
+def write_markov_target(folder: Path) -> Path:
+    """The tiny target, made to answer a token mostly with a fixed other one, so that drafters can be right."""
+    from angelspec.targets.sources import materialise
+
+    shutil.copytree(materialise("random:llama"), folder)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    embedding = torch.randn(GEOMETRY.vocab_size, GEOMETRY.hidden_size, generator=generator)
+    weights["model.embed_tokens.weight"] = embedding
+    for name, tensor in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.mul_(TARGET_SHARE)
+    weights["lm_head.weight"] = embedding[torch.randperm(GEOMETRY.vocab_size, generator=generator)].contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    return folder
+
+
+def write_markov_drafters(folder: Path) -> dict[str, Path]:
+    """Drafters of that target, made by hand: each looks at the token before, and a little at its context."""
+    size = GEOMETRY.hidden_size
+    configs = {
+        "mtp": DRAFTERS["mtp"],
+        "dspark": DRAFTERS["dspark"].model_copy(update={"markov_rank": size}),
+        "dfly": DRAFTERS["dfly"].model_copy(update={"correction_intermediate_size": 2 * size}),
+    }
+    target = load_file(folder / "target" / "model.safetensors")
+    embedding, head = target["model.embed_tokens.weight"], target["lm_head.weight"]
+    for seed, (name, config) in enumerate(configs.items()):
+        drafter = build_drafter(config).initialise(seed=seed)
+        with torch.no_grad():
+            if name == "mtp":
+                drafter.eh_proj.weight[:, :size] += torch.eye(size)
+            if name == "dspark":
+                drafter.markov_head.markov_w1.weight.copy_(embedding)
+                drafter.markov_head.markov_w2.weight.copy_(head)
+            if name == "dfly":  # a signed square of the token's embedding, by two halves of a SwiGLU
+                both = torch.cat([torch.eye(size), -torch.eye(size)])
+                correction = drafter.hidden_correction
+                correction.gate_proj.weight[:, size:] += 4 * both
+                correction.up_proj.weight[:, size:] += both
+                correction.down_proj.weight += 4 * both.t()
+        save_drafter(drafter, folder / name, dtype=torch.float32)
+    return {name: folder / name for name in configs}
 
 
 def write_tiny_bundle(folder: Path, *, target: Path | None = None, costs: bool = True) -> Path:
@@ -78,3 +137,46 @@ def write_tiny_bundle(folder: Path, *, target: Path | None = None, costs: bool =
     path = folder / "bundle.yaml"
     path.write_text(yaml.safe_dump(document, sort_keys=False))
     return path
+
+
+def run(folder: Path, name: str, job: dict[str, Any], **environment: str) -> dict[str, Any]:
+    """Run a job in an engine of its own."""
+    metadata = folder / "plugins" / "angelspec_tests-0.1.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: angelspec-tests\nVersion: 0.1\n")
+    lines = ["[sglang.srt.plugins]", "replay = tests.replay_plugin:register"]
+    if not entry_points(group="sglang.srt.plugins", name="angelspec"):  # not installed: run from the tree
+        lines += ["angelspec = sglang_ext.plugin:register", "[sglang.srt.platforms]"]
+        lines += ["angelspec_cpu = sglang_ext.cpu.platform:activate"]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    path, out = folder / f"{name}.json", folder / f"{name}.out.json"
+    path.write_text(json.dumps({**job, "out": str(out)}))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine_driver", str(path)],
+        cwd=ROOT,
+        env={
+            **{key: value for key, value in os.environ.items() if not key.startswith("ANGELSPEC_")},
+            "PYTHONPATH": f"{ROOT}:{folder / 'plugins'}",
+            "SGLANG_PLATFORM": "angelspec_cpu",
+            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "ANGELSPEC_CACHE": str(folder / "cache"),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert out.is_file(), f"the engine failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return json.loads(out.read_text())
+
+
+def engine(target: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "model_path": str(target), "device": "cpu", "dtype": "float32", "random_seed": SEED, "mem_fraction_static": 0.2,
+        "max_running_requests": 8, "max_total_tokens": 8192, "chunked_prefill_size": 64, "log_level": "warning",
+        **changes,
+    }  # fmt: skip

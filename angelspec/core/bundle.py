@@ -70,6 +70,8 @@ class BundleDrafter(BaseModel):
     """The one thinking mode it was trained for."""
     depth: int = Field(ge=1)
     """Proposals per draft."""
+    shortlist: int | None = Field(default=None, ge=0)
+    """Candidates per slot that a sequential head rescores; 0: the whole vocabulary; None: the engine's default."""
     digest: str | None = None
     """Content hash of its checkpoint; None: not checked."""
 

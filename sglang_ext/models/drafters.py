@@ -81,7 +81,8 @@ def _load(plan: EnginePlan, place: DrafterPlace) -> Served:
     if isinstance(place.config, BlockDrafterConfig):
         columns = plan.tap_columns(place)
         columns = None if columns is None else columns.to(device)
-        shortlist = None if place.config.head == "none" else SHORTLIST
+        wanted = SHORTLIST if place.drafter.shortlist is None else place.drafter.shortlist
+        shortlist = None if place.config.head == "none" else wanted or None
         return ServedBlock(drafter, first_layer=place.first_layer, tap_columns=columns, shortlist=shortlist)
     return ServedMtp(drafter, first_layer=place.first_layer, depth=place.drafter.depth)
 

@@ -8,23 +8,17 @@ overlap, radix cache, chunked prefill and, every 25 steps, a retraction; then no
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine_builders import write_tiny_bundle
+from tests.engine_builders import engine, run, write_tiny_bundle
 
 pytest.importorskip("sglang")
-ROOT = Path(__file__).parents[3]
 STOP = 65
-SEED = 5
 
 
 @pytest.fixture(scope="module")
@@ -37,49 +31,6 @@ def target() -> Path:
     from angelspec.targets.sources import materialise
 
     return materialise("random:llama")
-
-
-def run(folder: Path, name: str, job: dict[str, Any], **environment: str) -> dict[str, Any]:
-    """Run a job in an engine of its own."""
-    metadata = folder / "plugins" / "angelspec_tests-0.1.dist-info"
-    metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: angelspec-tests\nVersion: 0.1\n")
-    lines = ["[sglang.srt.plugins]", "replay = tests.replay_plugin:register"]
-    if not entry_points(group="sglang.srt.plugins", name="angelspec"):  # not installed: run from the tree
-        lines += ["angelspec = sglang_ext.plugin:register", "[sglang.srt.platforms]"]
-        lines += ["angelspec_cpu = sglang_ext.cpu.platform:activate"]
-    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    path, out = folder / f"{name}.json", folder / f"{name}.out.json"
-    path.write_text(json.dumps({**job, "out": str(out)}))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine_driver", str(path)],
-        cwd=ROOT,
-        env={
-            **{key: value for key, value in os.environ.items() if not key.startswith("ANGELSPEC_")},
-            "PYTHONPATH": f"{ROOT}:{folder / 'plugins'}",
-            "SGLANG_PLATFORM": "angelspec_cpu",
-            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "ANGELSPEC_CACHE": str(folder / "cache"),
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert out.is_file(), f"the engine failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    return json.loads(out.read_text())
-
-
-def engine(target: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "model_path": str(target), "device": "cpu", "dtype": "float32", "random_seed": SEED, "mem_fraction_static": 0.2,
-        "max_running_requests": 8, "max_total_tokens": 8192, "chunked_prefill_size": 64, "log_level": "warning",
-        **changes,
-    }  # fmt: skip
 
 
 LABELS: tuple[dict[str, Any] | None, ...] = (
