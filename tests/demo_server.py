@@ -112,12 +112,15 @@ def _handler(server: DemoServer) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if self.path != "/v1/chat/completions":
-                return self._json(200, {})
+                self._json(200, {})
+                return
             server.bodies.append(body)
             if (words := server.refuse(body)) is not None:
-                return self._json(400, {"error": {"message": words, "code": 400}})
+                self._json(400, {"error": {"message": words, "code": 400}})
+                return
             if not body.get("stream"):
-                return self._json(200, {"choices": [{"message": {"content": "x"}, "finish_reason": "length"}]})
+                self._json(200, {"choices": [{"message": {"content": "x"}, "finish_reason": "length"}]})
+                return
             server.entered(1)
             try:
                 whole = self._stream(body)
