@@ -1,6 +1,6 @@
 """The seam: every internal of SGLang that the extension touches, named once and checked when the plugin loads.
 
-Nothing else in ``sglang_ext`` imports ``sglang`` but ``models/`` (layers) and ``cpu/`` (which has a list of its own).
+Nothing else in ``sglang_ext`` imports ``sglang`` but the models (layers) and ``cpu/`` (which has its own list).
 An upgrade of SGLang is done here: raise ``SUPPORTED``, run ``check_contract``, and mend what it names.
 """
 

@@ -48,4 +48,5 @@ def _register(*, wanted: bool, on_cpu: bool) -> None:
 
     algorithm.register()
     compat.ModelRegistry.register("sglang_ext.models")
+    compat.ModelRegistry.register("sglang_ext.target_models", overwrite=True)
     engine_hooks.register()

@@ -124,6 +124,19 @@ def place_drafters(bundle: Bundle) -> EnginePlan:
     return EnginePlan(bundle, tuple(places))
 
 
+def check_target(plan: EnginePlan, *, hidden_size: int, num_layers: int, vocab_size: int) -> None:
+    """Raises BundleError, naming every drafter that was made for another target than the one that is loaded."""
+    served = {"target_hidden_size": hidden_size, "target_num_layers": num_layers, "vocab_size": vocab_size}
+    wrong = [
+        f"drafter '{place.drafter.name}': {key} is {getattr(place.config, key)}, but the target has {value}"
+        for place in plan.places
+        for key, value in served.items()
+        if getattr(place.config, key) != value
+    ]
+    if wrong:
+        raise BundleError("\n".join(wrong), mend="serve each drafter with the target that it was trained for")
+
+
 def _read(drafter: BundleDrafter) -> BlockDrafterConfig | MtpDrafterConfig:
     path = Path(drafter.source) / "config.json"
     if not path.is_file():

@@ -34,7 +34,7 @@ from sglang_ext.pending import PendingStates
 from sglang_ext.profiling import find_costs
 from sglang_ext.prometheus import Exporter
 from sglang_ext.requests import RequestBook, ServedRequest
-from sglang_ext.settings import current_plan
+from sglang_ext.settings import check_target, current_plan
 
 logger = logging.getLogger(__name__)
 _WAIT_ON_CPU, _WAIT_ON_GPU = 32, 1
@@ -58,8 +58,15 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
     """Holds every drafter of the bundle beside the target."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
         self.plan = current_plan()
+        target = kwargs["target_worker"].model_runner.model_config
+        check_target(
+            self.plan,
+            hidden_size=target.hidden_size,
+            num_layers=target.num_hidden_layers,
+            vocab_size=target.vocab_size,
+        )
+        super().__init__(*args, **kwargs)
         self.model_runner.model.logits_processor.keep_last_hidden_states = True
         self.requests = RequestBook(self.plan.bundle)
         self.counters = Counters()
@@ -68,6 +75,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         """Whether steps may be drafted for; an operator switches it."""
         self._width = self.verify_num_draft_tokens
         self._drafts: DraftRunner | None = None
+        self._given_up: list[ServedRequest] = []
         self._step_ended: tuple[float, tuple[str, ...]] | None = None
         self.use_costs(None)
 
@@ -313,7 +321,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         for index, values in zip(indices, drafted.confidence_BK.tolist(), strict=True):
             if not all(map(math.isfinite, values)):
                 self._broken(rows[index], name)
-                values = [0.0] * depth
+                values = []  # nothing of it is verified
             confidences[index] = values
 
     def _fall_back(self, reason: str) -> None:
@@ -328,8 +336,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             logger.error("drafter %s gives numbers that are not finite: %s goes on without it", name, known.rid)
             known.plain_because = f"drafter {name} gave numbers that are not finite"
             known.record.why = known.plain_because
-            self._planner.close(known.rid)
-            self._open(known)
+            self._given_up.append(known)
 
     def _verify(
         self, batch: Any, window: Any, block_BW: Tensor, kept: list[int], lengths: list[int]
@@ -443,6 +450,10 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
 
     def _observe(self, step: Step, rows: list[ServedRequest], committed: list[int]) -> None:
         self._planner.observe(step, [number - 1 for number in committed])
+        while self._given_up:  # not before: the step that is on its way was planned with their drafters
+            known = self._given_up.pop()
+            self._planner.close(known.rid)
+            self._open(known)
         depths = self.plan.bundle.depths
         for known, name, kept, number in zip(rows, step.drafters, step.kept, committed, strict=True):
             known.record.add(

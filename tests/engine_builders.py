@@ -72,7 +72,10 @@ def write_markov_target(folder: Path) -> Path:
 
 
 def write_markov_drafters(folder: Path) -> dict[str, Path]:
-    """Drafters of that target, made by hand: each looks at the token before, and a little at its context."""
+    """Drafters of that target, made by hand: each looks at the token before, and a little at its context.
+
+    One more, ``broken``, gives numbers that are not finite.
+    """
     size = GEOMETRY.hidden_size
     configs = {
         "mtp": DRAFTERS["mtp"],
@@ -96,7 +99,12 @@ def write_markov_drafters(folder: Path) -> dict[str, Path]:
                 correction.up_proj.weight[:, size:] += both
                 correction.down_proj.weight += 4 * both.t()
         save_drafter(drafter, folder / name, dtype=torch.float32)
-    return {name: folder / name for name in configs}
+    broken = build_drafter(DRAFTERS["dspark"]).initialise(seed=9)
+    with torch.no_grad():  # finite as it is stored, not so what it computes
+        broken.layers[0].self_attn.v_proj.weight.fill_(1e20)
+        broken.layers[0].self_attn.o_proj.weight.fill_(3e38)
+    save_drafter(broken, folder / "broken", dtype=torch.float32)
+    return {name: folder / name for name in (*configs, "broken")}
 
 
 def write_tiny_bundle(folder: Path, *, target: Path | None = None, costs: bool = True) -> Path:

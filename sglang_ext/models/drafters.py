@@ -61,9 +61,9 @@ class AngelSpecDrafters(nn.Module):
         Raises:
             CheckpointError: the folder is not the one that was written for this bundle.
         """
-        digest = self.plan.digest.encode()
-        found = {name: bytes(tensor.flatten().tolist()) for name, tensor in weights}
-        if found != {MARKER: digest}:
+        found = dict(weights)
+        marker = found.get(MARKER)
+        if len(found) != 1 or marker is None or bytes(marker.tolist()) != self.plan.digest.encode():
             raise CheckpointError(
                 f"the draft model's folder holds {sorted(found)} instead of the marker of this bundle",
                 mend="let the extension choose --speculative-draft-model-path",

@@ -31,8 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(folder: Path) -> dict[str, Any]:
     entries = [
-        {"name": n, "source": f"./{n}", "family": family, "mode": "no-think", "depth": DEPTHS[n], "shortlist": 0}
-        for n, family in FAMILIES.items()
+        {"name": n, "source": f"./{n}", "family": family, "mode": "no-think", "depth": DEPTHS.get(n, 4), "shortlist": 0}
+        for n, family in {**FAMILIES, "broken": "block"}.items()
     ]
     bundle = folder / "bundle.yaml"
     bundle.write_text(yaml.safe_dump({"target": {"source": str(folder / "target")}, "drafters": entries}))
@@ -46,7 +46,7 @@ def served(folder: Path) -> dict[str, Any]:
                 "custom_params": {"route": name, "dcut": "off"},
             },
         }
-        for name in FAMILIES
+        for name in (*FAMILIES, "broken")
         for i, length in enumerate((4, 90, 30, 150))
     ]  # fmt: skip
     told = run(
@@ -100,6 +100,34 @@ def test_every_step_accepts_what_the_reference_loop_accepts(name: str, folder: P
         total += sum(reference.accepted)
     assert differing == []
     assert 40 < total < 150, "all alike: the comparison shows nothing"
+
+
+def test_a_drafter_that_is_not_finite_falls_back_and_harms_nobody(served: dict[str, Any]) -> None:
+    answers = served["answers"]
+    for i in range(4):
+        broken, sound = answers[f"broken{i}"], answers[f"dfly{i}"]
+        request = next(one for one in served["wave"] if one["rid"] == f"broken{i}")
+        twin = next(one for one in served["wave"] if one["rid"] == f"dfly{i}")
+        assert len(broken["ids"]) == len(sound["ids"]) and request["ids"] != twin["ids"]
+        said = broken["meta"]["angelspec"]
+        assert said["accepted_length"] == 1.0
+        assert said["steps_by_route"]["ar"] > said["steps_by_route"]["broken"] > 0
+    assert served["state"]["counters"]["nan_rows"] == 4 * 3
+
+
+def test_its_answers_are_the_target_s(folder: Path, served: dict[str, Any]) -> None:
+    from angelspec.core.recipe import TargetSection
+    from angelspec.decoding.plain import decode_plain
+    from angelspec.targets.target import load_target
+
+    section = TargetSection(source=f"folder:{folder / 'target'}", mode_family="plain")
+    target = load_target(section, dtype=torch.float32)
+    for request in served["wave"]:
+        if request["rid"].startswith("broken"):
+            (plain,) = decode_plain(
+                target, [request["ids"]], max_new_tokens=48, temperature=0.0, seed=0, stop_token_ids=()
+            )
+            assert served["answers"][request["rid"]]["ids"] == plain.tokens
 
 
 def test_costs_were_measured_at_the_start(served: dict[str, Any]) -> None:

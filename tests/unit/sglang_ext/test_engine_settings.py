@@ -98,3 +98,17 @@ def test_shapes_that_cannot_share_a_pool(bundle: Bundle, key: str, value: int) -
 def test_the_last_layer_cannot_be_tapped(bundle: Bundle) -> None:
     with pytest.raises(BundleError, match="last layer"):
         settings.place_drafters(rewritten(bundle, target_layer_ids=(1, GEOMETRY.num_layers - 1)))
+
+
+def test_another_target_is_named(bundle: Bundle) -> None:
+    plan = settings.place_drafters(bundle)
+    fits = {
+        "hidden_size": GEOMETRY.hidden_size,
+        "num_layers": GEOMETRY.num_layers,
+        "vocab_size": GEOMETRY.vocab_size,
+    }
+    settings.check_target(plan, **fits)
+    with pytest.raises(BundleError, match=r"'dfly': vocab_size is \d+, but the target has 999"):
+        settings.check_target(plan, **{**fits, "vocab_size": 999})
+    with pytest.raises(BundleError, match=r"'mtp': target_num_layers"):
+        settings.check_target(plan, **{**fits, "num_layers": 2})

@@ -1,0 +1,155 @@
+"""The plugin works with one version of SGLang, names what changed inside, and never fails silently."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from angelspec.core.errors import CheckpointError
+from sglang_ext import compat, plugin, settings
+from tests.engine_builders import write_tiny_bundle
+
+pytest.importorskip("sglang")
+
+
+def test_the_installed_sglang_is_what_is_expected() -> None:
+    compat.check_contract()
+
+
+@pytest.mark.parametrize(("found", "words"), [("0.5.22", "SGLang 0.5.22 is installed"), (None, "not installed")])
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, found: str | None, words: str) -> None:
+    monkeypatch.setattr(compat, "installed_version", lambda: found)
+    with pytest.raises(compat.CompatibilityError, match=words):
+        compat.check_contract()
+
+
+def test_a_changed_internal_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "INTERNALS", {**compat.INTERNALS, "gone_away": "sglang.srt.speculative.spec_info"})
+    monkeypatch.setattr(
+        compat,
+        "SIGNATURES",
+        {"sglang.srt.speculative.ragged_verify:RaggedVerifyLayout.from_verify_lens": ("grid", "not_there")},
+    )
+    compat.missing.cache_clear()
+    with pytest.raises(compat.CompatibilityError) as error:
+        compat.check_contract()
+    compat.missing.cache_clear()
+    assert "sglang.srt.speculative.spec_info.gone_away is gone" in str(error.value)
+    assert "from_verify_lens has no parameter 'not_there'" in str(error.value)
+
+
+def test_a_plugin_that_fails_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "_registered", False)
+    monkeypatch.setenv(settings.BUNDLE_VARIABLE, "/nowhere/bundle.yaml")
+    monkeypatch.setattr(compat, "installed_version", lambda: "0.4.0")
+    with pytest.raises(SystemExit, match="could not be loaded.*SGLang 0.4.0 is installed"):
+        plugin.register()
+
+
+def test_nothing_happens_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "_registered", False)
+    monkeypatch.delenv(settings.BUNDLE_VARIABLE, raising=False)
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    monkeypatch.setattr(plugin.sys, "argv", ["sglang", "serve"])
+    monkeypatch.setattr(plugin, "_register", lambda **_: pytest.fail("registered"))
+    plugin.register()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pp_size": 2}, "pipeline parallelism"),
+        ({"tp_size": 2}, "tensor parallelism"),
+        ({"enable_lora": True}, "LoRA"),
+        ({"enable_hierarchical_cache": True}, "hierarchical cache"),
+        ({"disaggregation_mode": "decode"}, "disaggregated"),
+        ({"enable_mixed_chunk": True, "enable_unified_memory": True}, "mixed chunks.*unified memory"),
+        ({"attention_backend": "triton"}, "attention backend 'triton'"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    from sglang_ext.algorithm import UnsupportedError, refuse_unsupported
+
+    refuse_unsupported(SimpleNamespace(attention_backend="fa3", pp_size=1, enable_lora=None))
+    with pytest.raises(UnsupportedError, match=words):
+        refuse_unsupported(SimpleNamespace(**changes))
+
+
+def test_it_answers_as_dspark_and_is_complete() -> None:
+    from sglang_ext.algorithm import AngelSpecAlgorithm
+
+    algorithm = AngelSpecAlgorithm(name="ANGELSPEC", factory=None, supports_overlap=True, validate_server_args=None)
+    dspark = compat.SpeculativeAlgorithm.DSPARK
+    for name in vars(compat.SpeculativeAlgorithm):
+        if name.startswith(("is_", "supports_", "has_")):
+            assert getattr(algorithm, name)() == getattr(dspark, name)(), name
+    assert algorithm.need_topk() == dspark.need_topk()
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Builds the draft model of a tiny bundle, as SGLang does."""
+    monkeypatch.setenv("ANGELSPEC_CACHE", str(tmp_path / "cache"))
+    path = write_tiny_bundle(tmp_path)
+    monkeypatch.setenv(settings.BUNDLE_VARIABLE, str(path))
+    settings.current_plan.cache_clear()
+
+    def build() -> Any:
+        from sglang_ext.models.drafters import AngelSpecDrafters
+
+        plan = settings.current_plan()
+        config = SimpleNamespace(angelspec_plan=plan.digest, vocab_size=plan.places[0].config.vocab_size)
+        return AngelSpecDrafters(config)
+
+    yield build
+    settings.current_plan.cache_clear()
+
+
+def test_every_drafter_is_loaded(built: Any) -> None:
+    model = built()
+    assert list(model.served) == ["mtp", "dfly", "dspark"]
+    assert [attention.layer_id for served in model.served.values() for attention in served.attention] == [0, 1, 2, 3]
+    assert {name: served.depth for name, served in model.served.items()} == {"mtp": 3, "dfly": 7, "dspark": 4}
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_truncated_file_stops_it_by_name(built: Any, tmp_path: Path) -> None:
+    weights = tmp_path / "dfly" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="dfly"):
+        built()
+
+
+def test_a_missing_tensor_stops_it_by_name(built: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = tmp_path / "mtp" / "model.safetensors"
+    tensors = load_file(weights)
+    gone = next(name for name in tensors if "eh_proj" in name)
+    del tensors[gone]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="eh_proj"):
+        built()
+
+
+def test_a_tensor_that_is_not_finite_stops_it_by_name(built: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = tmp_path / "dspark" / "model.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name in tensors if "o_proj" in name)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="o_proj"):
+        built()
+
+
+def test_another_folder_is_not_taken_for_the_draft_model(built: Any) -> None:
+    model = built()
+    model.load_weights([(settings.MARKER, torch.tensor(list(model.plan.digest.encode()), dtype=torch.uint8))])
+    with pytest.raises(CheckpointError, match="marker"):
+        model.load_weights([("layers.0.weight", torch.zeros(1))])
