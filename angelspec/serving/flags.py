@@ -29,6 +29,7 @@ _REFUSED: Mapping[str, str] = {
     "--max-loaded-loras": "LoRA changes the target that the drafters were trained for",
     "--disaggregation": "prefill and decoding must run in one engine: the drafters' state is made by prefill",
     "--enable-pd": "prefill and decoding must run in one engine: the drafters' state is made by prefill",
+    "--enable-dp-attention": "the drafters run with every row of an engine",
     "--enable-mixed-chunk": "a forward can't both prefill and verify rows of different widths",
     "--enable-custom-logit-processor": "its changes would not reach the positions of a draft",
     "--enable-return-hidden-states": "the hidden states of a verification are the drafters'",
@@ -49,7 +50,12 @@ _FAMILIES = (
     "--decoupled-spec",
     "--speculative",
 )
-_PIPELINE = ("--pp-size", "--pipeline-parallel-size")
+_ONE: Mapping[tuple[str, ...], str] = {
+    ("--pp-size", "--pipeline-parallel-size"): "speculation needs all layers in one stage",
+    ("--tp-size", "--tensor-parallel-size", "--tp"): "the drafters are not sharded over ranks",
+    ("--attn-cp-size", "--attention-context-parallel-size"): "the drafters are not sharded over ranks",
+}
+"""Sizes that must be 1, by their names, and why."""
 _BACKENDS = ("--attention-backend", "--decode-attention-backend", "--prefill-attention-backend")
 _RAGGED: Mapping[Device, tuple[str, ...]] = {
     "cuda": ("fa3", "fa4", "trtllm_mha", "flashinfer"),
@@ -123,11 +129,9 @@ def check_flags(flags: Sequence[Flag], *, device: Device) -> None:
         for name, why in _REFUSED.items():
             if means(flag.name, name) or (name in _FAMILIES and flag.name.startswith(name)):
                 raise ServingError(f"{flag.name} can't be used here: {why}", mend="leave it out")
-        if any(means(flag.name, name) for name in _PIPELINE) and flag.value != "1":
-            raise ServingError(
-                f"{flag.name} {flag.value} can't be used here: speculation needs all layers in one stage",
-                mend="leave it out",
-            )
+        for names, why in _ONE.items():
+            if any(means(flag.name, name) for name in names) and flag.value != "1":
+                raise ServingError(f"{flag.name} {flag.value} can't be used here: {why}", mend="leave it out")
         if any(means(flag.name, name) for name in _BACKENDS) and flag.value not in _RAGGED[device]:
             raise ServingError(
                 f"{flag.name} {flag.value} can't be used here: it can't verify rows of different widths in one "

@@ -37,7 +37,7 @@ def test_flags_are_read_in_every_form():
         ["--enable-hierarchical-cache"], ["--enable-hier"], ["--enable-hicache"], ["--hicache-ratio", "2"],
         ["--enable-lora"], ["--enable-lora-overlap-loading"], ["--lora-paths", "a"], ["--max-lora-rank", "8"],
         ["--max-loaded-loras", "2"], ["--disaggregation-mode", "prefill"], ["--disaggregation-mode=decode"],
-        ["--pp-size", "2"], ["--pipeline-parallel-size=4"], ["--speculative-algorithm", "EAGLE"],
+        ["--pp-size", "2"], ["--pipeline-parallel-size=4"], ["--tp", "2"], ["--enable-dp-attention"], ["--speculative-algorithm", "EAGLE"],
         ["--speculative-num-steps", "3"], ["--decoupled-spec-role", "x"], ["--enable-mixed-chunk"],
         ["--enable-custom-logit-processor"], ["--enable-return-hidden-states"], ["--model-path", "x"], ["--model", "x"],
         ["--attention-backend", "triton"], ["--attention-backend=intel_amx"], ["--attention-backend", "torch_native"],
@@ -53,7 +53,7 @@ def test_what_the_extension_cannot_support_is_refused_by_name(arguments):
 @pytest.mark.parametrize(
     ("arguments", "device"),
     [
-        (["--pp-size", "1"], "cuda"), (["--attention-backend", "fa3"], "cuda"), (["--tp-size", "8"], "cuda"),
+        (["--pp-size", "1"], "cuda"), (["--attention-backend", "fa3"], "cuda"), (["--tp-size", "1"], "cuda"),
         (["--attention-backend", "trtllm_mha"], "cuda"), (["--attention-backend", "flashinfer"], "cuda"),
         (["--attention-backend", "torch_native"], "cpu"), (["--attention-backend", "fa4"], "cuda"),
         (["--model-impl", "auto"], "cuda"),
