@@ -8,6 +8,7 @@ from pathlib import Path
 
 from angelspec.core.drafter_config import BlockDrafterConfig, MtpDrafterConfig
 from angelspec.core.geometry import Rope
+from angelspec.serving.bench_result import Window
 from angelspec.serving.plan import Hardware, ServePlan, make_plan
 from angelspec.serving.resolving import Examined, FoundDrafter, FoundTarget, Parts, compose_bundle, resolve_bundle
 
@@ -101,3 +102,14 @@ def install_fake_sglang(folder: Path, monkeypatch, *, version="0.5.23", plugin=T
     monkeypatch.setenv("FAKE_SGLANG", json.dumps(behaviour or {}))
     monkeypatch.setenv("ANGELSPEC_CACHE", str(folder / "cache"))
     return folder / "site"
+
+
+def window_of(choice, repeat, *, tokens, seconds, **changes) -> Window:
+    """A window of a load test."""
+    values = {
+        "traffic": "code", "concurrency": 4, "choice": choice, "repeat": repeat, "place": 0, "seconds": seconds,
+        "tokens": tokens, "requests": 4, "stopped": 4, "user_tokens_per_second": 10.0, "first_token_median": 0.2,
+        "first_token_mean": 0.3, "accepted_length": 2.0, "kept_ratio": 0.5, "speculative_share": 1.0,
+        "verify_steps": 10, "failures": (), "counters": None, "too_short": False, "cache_emptied": True,
+    }  # fmt: skip
+    return Window(**{**values, **changes})

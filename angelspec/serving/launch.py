@@ -21,6 +21,7 @@ from angelspec.serving.process import ServerProcess
 
 Say = Callable[[str], None]
 _POLL = 0.2
+_HEALTH_POLL = 0.5
 _SHOWN_LINES = 25
 _DYING_SECONDS = 3.0
 """Between the last connection of a server that dies and its end."""
@@ -138,7 +139,7 @@ def _wait_until_healthy(server: ServerProcess, client: Client, *, say: Say, time
             next_word += _EVERY
             if not quiet:
                 say(f"  {seconds:.0f} s: {server.last_line[:160]}")
-        time.sleep(_POLL)
+        time.sleep(_HEALTH_POLL)
 
 
 def _probed(server: ServerProcess, client: Client, plan: ServePlan, *, say: Say) -> list[Probed]:

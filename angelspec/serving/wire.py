@@ -86,6 +86,8 @@ def chat_body(
         body["custom_params"] = params
     if details:
         body["return_spec_tokens_details"] = True
+        if not stream:  # SGLang refuses it for streams
+            body["return_meta_info"] = True
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return {**body, **sampling.extra}

@@ -15,7 +15,6 @@ import pytest
 from click.testing import CliRunner
 from fake_sglang import Behaviour, FakeSGLang
 from hub_builders import exported_drafter, manifest_of
-from mtp_builders import fitting_mtp
 from serving_builders import install_fake_sglang
 
 from angelspec.cli.main import cli
@@ -23,6 +22,7 @@ from angelspec.core.bundle import load_bundle
 from angelspec.core.manifest import TargetIdentity
 from angelspec.core.recipe_files import load_recipe
 from angelspec.drafters.checkpoint import save_drafter
+from angelspec.drafters.mtp import MtpDrafter
 from angelspec.serving.launch import free_port
 from angelspec.targets.sources import content_digest, materialise
 
@@ -43,11 +43,8 @@ def world(tmp_path, monkeypatch):
         geometry=geometry,
     )  # fmt: skip
     exported_drafter(tmp_path / "dfly", recipe=recipes["dfly"], target=identity, acceptance=())
-    mtp = fitting_mtp(
-        geometry, num_depths=recipes["mtp"].drafter_config().num_depths, num_heads=geometry.num_heads,
-        num_kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim,
-    )  # fmt: skip
-    manifest = manifest_of(recipes["mtp"], target=identity, acceptance=(), drafter=mtp.config)
+    mtp = MtpDrafter(recipes["mtp"].drafter_config()).initialise(seed=0)
+    manifest = manifest_of(recipes["mtp"], target=identity, acceptance=())
     save_drafter(mtp, tmp_path / "mtp", manifest=manifest)
     return tmp_path
 
@@ -234,7 +231,7 @@ def test_a_load_test_writes_result_report_and_pictures(prompt_files, tmp_path):
     with FakeSGLang(behaviour=Behaviour(step_seconds=0.001)) as server:
         result = run(
             "bench", "serve", "--url", server.url, "--prompts", prompt_files[0], "--prompts", f"sums={prompt_files[1]}",
-            "--concurrency", 1, "--concurrency", 2, "--route", "mtp", "--route", "dfly:off", "--requests", 2,
+            "--concurrency", 2, "--route", "mtp", "--route", "dfly:off", "--requests", 2,
             "--repeats", 2, "--max-tokens", 8, "--mode", "no-think", "--minimum-seconds", 0.001, "--output", output,
             "--api-key", "s3cret",
         )  # fmt: skip
@@ -242,14 +239,14 @@ def test_a_load_test_writes_result_report_and_pictures(prompt_files, tmp_path):
     saved = json.loads((output / "serve-bench.json").read_text())
     assert [item["name"] for item in saved["prompt_sets"]] == ["code", "sums", "mixed"]
     assert [choice["name"] for choice in saved["choices"]] == ["ar", "mtp", "dfly, cut off"]
-    assert len(saved["windows"]) == 3 * 2 * 3 * 2
+    assert len(saved["windows"]) == 3 * 3 * 2
     report = (output / "serve-bench.md").read_text()
     for words in ("### Throughput: mixed", "| concurrency | ar | mtp | dfly, cut off |", "paired logarithms",
                   "SGLang 0.5.23", "×", "throughput.png"):  # fmt: skip
         assert words in report, words
     for picture in ("throughput.png", "speedup.png"):
         assert (output / picture).read_bytes().startswith(b"\x89PNG")
-    assert "[36/36]" in result.output
+    assert "[18/18]" in result.output
 
 
 def test_failed_requests_are_shown_and_end_with_a_code_of_their_own(prompt_files, tmp_path):

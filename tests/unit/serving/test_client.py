@@ -10,7 +10,7 @@ from angelspec.core.request_label import RequestLabel
 from angelspec.serving.answers import EngineCounters
 from angelspec.serving.client import AsyncClient, Client
 from angelspec.serving.failures import RequestRefused, ServerUnreachable, StreamBroken
-from angelspec.serving.wire import Events, Sampling, generate_chunk, label_params
+from angelspec.serving.wire import Events, Sampling, chat_answer, generate_chunk, label_params
 
 USER = [{"role": "user", "content": "abc"}]
 NO_THINK = {"enable_thinking": False}
@@ -86,6 +86,21 @@ def test_text_survives_torn_bytes_and_odd_separators():
         with client.stream_chat(USER) as stream:
             list(stream)
         assert stream.answer.text == words
+
+
+def test_metadata_is_found_in_either_place_of_a_whole_chat():
+    metadata = {"route": "mtp", "why": "", "workload": "chat", "mode": None, "steps_by_route": {"mtp": 2},
+                "verify_steps": 2, "accepted_length": 1.5, "kept_ratio": 1.0, "speculative_share": 1.0}  # fmt: skip
+    choice = {"message": {"content": "x"}, "finish_reason": "stop", "meta_info": {"angelspec": metadata}}
+    assert chat_answer({"choices": [choice]}, seconds=1.0).metadata.accepted_length == 1.5
+    top = {"choices": [{"message": {"content": "x"}}], "angelspec": {"metadata": metadata, "pieces": []}}
+    assert chat_answer(top, seconds=1.0).metadata.verify_steps == 2
+
+
+def test_a_server_of_another_version_is_named():
+    body = {"choices": [{"message": {"content": "x"}}], "angelspec": {"metadata": {"route": "mtp"}}}
+    with pytest.raises(ServerUnreachable, match="why: Field required"):
+        chat_answer(body, seconds=1.0)
 
 
 def test_events_are_cut_at_newlines_only():

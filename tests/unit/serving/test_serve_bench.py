@@ -4,10 +4,11 @@ from collections import Counter
 
 import pytest
 from fake_sglang import Behaviour, FakeSGLang
+from serving_builders import window_of
 
 from angelspec.core.errors import DataError, RequestError
 from angelspec.serving.bench import Traffic, choices_of, drawn, mixed_traffic, order_of, run_bench
-from angelspec.serving.bench_result import CONTROL, BenchResult, BenchSettings, Window, cells_of
+from angelspec.serving.bench_result import CONTROL, BenchResult, BenchSettings, cells_of
 from angelspec.serving.failures import RequestRefused, ServingError
 from angelspec.serving.load import LoadPrompt
 
@@ -80,22 +81,12 @@ def test_mixed_traffic_takes_turns():
 # --------------------------------------------------------------------------------------------------- cells
 
 
-def _window(choice, repeat, *, tokens, seconds, **changes):
-    values = {
-        "traffic": "code", "concurrency": 4, "choice": choice, "repeat": repeat, "place": 0, "seconds": seconds,
-        "tokens": tokens, "requests": 4, "stopped": 4, "user_tokens_per_second": 10.0, "first_token_median": 0.2,
-        "first_token_mean": 0.3, "accepted_length": 2.0, "kept_ratio": 0.5, "speculative_share": 1.0,
-        "verify_steps": 10, "failures": (), "counters": None, "too_short": False, "cache_emptied": True,
-    }  # fmt: skip
-    return Window(**{**values, **changes})
-
-
 def test_cells_by_hand():
     windows = [
-        _window("ar", 0, tokens=100, seconds=10.0),  # 10 tokens/s
-        _window("dfly", 0, tokens=200, seconds=10.0, verify_steps=30, accepted_length=3.0, first_token_median=0.4),
-        _window("ar", 1, tokens=100, seconds=20.0),  # 5 tokens/s: the machine was slow in this round
-        _window("dfly", 1, tokens=160, seconds=8.0, too_short=True, failures=("x: gone",), requests=12,
+        window_of("ar", 0, tokens=100, seconds=10.0),  # 10 tokens/s
+        window_of("dfly", 0, tokens=200, seconds=10.0, verify_steps=30, accepted_length=3.0, first_token_median=0.4),
+        window_of("ar", 1, tokens=100, seconds=20.0),  # 5 tokens/s: the machine was slow in this round
+        window_of("dfly", 1, tokens=160, seconds=8.0, too_short=True, failures=("x: gone",), requests=12,
                 user_tokens_per_second=30.0),
     ]  # fmt: skip
     plain, dfly = cells_of(windows, baseline="ar")
@@ -111,10 +102,10 @@ def test_cells_by_hand():
 
 def test_a_round_without_plain_decoding_is_no_pair():
     windows = [
-        _window("ar", 0, tokens=100, seconds=10.0),
-        _window("ar", 1, tokens=0, seconds=0.0),
-        _window("dfly", 0, tokens=200, seconds=10.0),
-        _window("dfly", 1, tokens=900, seconds=10.0),
+        window_of("ar", 0, tokens=100, seconds=10.0),
+        window_of("ar", 1, tokens=0, seconds=0.0),
+        window_of("dfly", 0, tokens=200, seconds=10.0),
+        window_of("dfly", 1, tokens=900, seconds=10.0),
     ]
     dfly = cells_of(windows, baseline="ar")[1]
     assert (dfly.speedup, dfly.speedup_low) == (pytest.approx(2.0), None)

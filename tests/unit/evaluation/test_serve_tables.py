@@ -1,0 +1,85 @@
+"""Tables of a load test: what stands in each cell, the marks of faulty windows, and the report around them."""
+
+import io
+
+import pytest
+from rich.console import Console
+from serving_builders import window_of
+
+from angelspec.evaluation.serve_plot import plot_bench
+from angelspec.evaluation.serve_tables import (
+    bench_markdown,
+    draft_table,
+    print_bench,
+    speed_table,
+    speedup_table,
+    time_table,
+    user_table,
+)
+from angelspec.serving.answers import EngineCounters
+from angelspec.serving.bench_result import CONTROL, BenchResult, BenchSettings, Choice, PromptSet, cells_of
+
+
+@pytest.fixture
+def result():
+    counters = EngineCounters(
+        steps=100, speculative_steps=75, mixed_steps=20, cut_steps=50, draft_seconds=1.0, plan_seconds=0.5,
+        verify_seconds=8.0, other_seconds=0.5,
+    )  # fmt: skip
+    windows = [
+        window_of("ar", 0, tokens=100, seconds=10.0),
+        window_of("dfly", 0, tokens=200, seconds=10.0, counters=counters, too_short=True),
+        window_of(CONTROL, 0, tokens=110, seconds=10.0, accepted_length=None),
+        window_of("ar", 1, tokens=100, seconds=10.0),
+        window_of("dfly", 1, tokens=180, seconds=10.0, failures=("p1: gone",)),
+        window_of(CONTROL, 1, tokens=110, seconds=10.0, accepted_length=None),
+    ]
+    return BenchResult(
+        created="2026-11-30T00:00:00+00:00", url="http://s", control_url="http://c", engine_version="0.5.23",
+        control_version="0.5.23", engine=None, engine_arguments={"dtype": "float32"}, control_arguments=None,
+        hardware="a machine", command="angelspec bench serve --url http://s",
+        settings=BenchSettings(
+            concurrency=(4, 8), requests=8, max_tokens=32, temperature=0.0, repeats=2, seed=0, mode=None,
+            minimum_seconds=10.0,
+        ),
+        baseline="ar",
+        choices=(Choice(name="ar", route="ar"), Choice(name="dfly", route="dfly"), Choice(name=CONTROL, route=None)),
+        prompt_sets=(PromptSet(name="code", source="file:c", prompts=5, workloads={"code": 5}, digest="d" * 64),),
+        windows=tuple(windows),
+        cells=tuple(cells_of(windows, baseline="ar")),
+    )  # fmt: skip
+
+
+def test_cells(result):
+    speed = speed_table(result, traffic="code")
+    assert speed.columns == ("concurrency", "ar", "dfly", "control")
+    assert speed.rows == (("4", "10.0", "19.0†‡, 1.90×, 2.00", "11.0, 1.10×"),)  # nothing was measured at 8
+    (row,) = speedup_table(result, traffic="code").rows
+    assert row[1] == "–"
+    assert row[2].startswith("[0.97, 3.7")  # sqrt(2.0 * 1.8) = 1.897, over two repeats
+    assert row[3] == "[1.10, 1.10]"
+    assert user_table(result, traffic="code").rows[0][2] == "10.0, 200 ms"
+    assert draft_table(result, traffic="code").rows[0][1:] == ("–", "100.0 %, 0.50", "–")
+
+
+def test_where_the_time_goes(result):
+    (row,) = time_table(result).rows
+    assert row == ("dfly", "100", "75.0 %", "20.0 %", "50.0 %", "100.0", "10.0 %", "5.0 %", "80.0 %", "5.0 %")
+
+
+def test_faults_stand_before_the_results(result):
+    text = bench_markdown(result, plots={"Speed": "speedup.png"})
+    assert text.index("## Faults") < text.index("## Results")
+    assert "code, concurrency 4, dfly, repeat 1: the window took 10.0 s, the minimum is 10 s" in text
+    assert "code, concurrency 4, dfly, repeat 2: 1 request(s) failed, first: p1: gone" in text
+    assert "![Speed](speedup.png)" in text
+    for name in ("speedup", "kept ratio", "accepted length", "control", "†", "‡"):
+        assert f"- **{name}**: " in text
+    output = io.StringIO()
+    print_bench(result, console=Console(file=output, width=120))
+    assert output.getvalue().count("fault: ") == 2
+
+
+def test_pictures(result, tmp_path):
+    for path in plot_bench(result, tmp_path).values():
+        assert path.read_bytes().startswith(b"\x89PNG")
