@@ -12,6 +12,7 @@ from typing import Any
 
 from angelspec.core.errors import AngelspecError
 from sglang_ext.compat import CustomSpecAlgo, SpeculativeAlgorithm
+from sglang_ext.engine_hooks import check_applied
 from sglang_ext.settings import ALGORITHM, current_plan, draft_folder
 
 RAGGED_BACKENDS: Mapping[str, str] = {
@@ -58,6 +59,7 @@ class AngelSpecAlgorithm(CustomSpecAlgo):
             BundleError: no bundle, or a wrong one.
         """
         refuse_unsupported(server_args)
+        check_applied()
         plan = current_plan()
         server_args.speculative_draft_model_path = str(draft_folder(plan))
         server_args.speculative_num_steps = 1

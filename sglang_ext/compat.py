@@ -70,6 +70,9 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
         ("result", "batch"),
     f"{_SRT}managers.scheduler_components.internal_state:SchedulerInternalStateController._update_handlers": (),
     f"{_SRT}managers.scheduler_components.internal_state:SchedulerInternalStateController._add_speculative": ("state",),
+    f"{_SRT}managers.tokenizer_manager:TokenizerManager.generate_request": ("obj",),
+    f"{_SRT}entrypoints.openai.serving_chat:OpenAIServingChat._convert_to_internal_request": ("request",),
+    f"{_SRT}entrypoints.openai.serving_chat:OpenAIServingChat._generate_stream_content": ("content", "request"),
     f"{_SRT}managers.tokenizer_manager:TokenizerManager.update_request_meta_info": (
         "meta_info", "state", "customized_info", "index", "finish_reason",
     ),

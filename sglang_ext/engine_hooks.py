@@ -3,6 +3,7 @@ metadata (HTTP)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sglang_ext import compat, http_hooks
@@ -14,17 +15,29 @@ SWITCH = "angelspec_speculation"
 """Key of ``/set_internal_state``: 1 is on, 0 is off (SGLang takes numbers alone)."""
 
 
-def register() -> None:
-    """Register every hook; SGLang applies them after all plugins are loaded."""
-    around = compat.HookType.AROUND
-    hooks = {
+def hooks() -> Mapping[str, Any]:
+    """Dotted path of a method to what is put around it."""
+    return {
         f"{_COMPONENTS}batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens": _resolve_tokens,
         f"{_COMPONENTS}internal_state.SchedulerInternalStateController._update_handlers": _update_handlers,
         f"{_COMPONENTS}internal_state.SchedulerInternalStateController._add_speculative": _add_state,
         **http_hooks.hooks(),
     }
-    for target, hook in hooks.items():
-        compat.HookRegistry.register(target, hook, around)
+
+
+def register() -> None:
+    """Register every hook; SGLang applies them after all plugins are loaded."""
+    for target, hook in hooks().items():
+        compat.HookRegistry.register(target, hook, compat.HookType.AROUND)
+
+
+def check_applied() -> None:
+    """Raises CompatibilityError, naming every hook that SGLang did not apply: it only logs them."""
+    lost = [target for target in hooks() if target not in compat.HookRegistry._patched]
+    if lost:
+        raise compat.CompatibilityError(
+            "SGLang did not apply hooks: " + ", ".join(lost), mend="see its log for why; is the version supported?"
+        )
 
 
 def _resolve_tokens(original: Any, processor: Any, result: Any, batch: Any) -> Any:

@@ -28,6 +28,7 @@ from sglang_ext.accept import accept, draw
 from sglang_ext.answers import TOKENS_KEY, opening
 from sglang_ext.cost_tracking import CostTracker
 from sglang_ext.drafting import DraftRows, DraftRunner
+from sglang_ext.engine_hooks import check_applied
 from sglang_ext.metrics import Counters, StepReport
 from sglang_ext.penalties import RowPenalties, is_penalised
 from sglang_ext.pending import PendingStates
@@ -58,6 +59,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
     """Holds every drafter of the bundle beside the target."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_applied()
         self.plan = current_plan()
         target = kwargs["target_worker"].model_runner.model_config
         check_target(

@@ -161,7 +161,11 @@ def _handler(server: FakeSGLang):
             path = urlsplit(self.path).path
             server.requests.append((path, body))
             if path == "/set_internal_state":
-                server.speculation = body["server_args"]["angelspec_speculation"]
+                value = body["server_args"]["angelspec_speculation"]
+                if isinstance(value, str):
+                    self.reply(400, {"object": "error", "message": "Input should be a valid integer"})
+                    return
+                server.speculation = "on" if value else "off"
                 self.reply(200, [True])
             elif path == "/flush_cache":
                 self.reply(200, {})
@@ -312,7 +316,9 @@ def _handler(server: FakeSGLang):
                 return self.native_body(job, tokens, finished=True)
             text = "".join(text for text, _ in tokens)
             choice = {"message": {"role": "assistant", "content": text}, "finish_reason": job.reason}
-            return {"id": job.rid, "choices": [choice], "usage": self.usage(tokens), **self.details(job, tokens, body)}
+            if body.get("return_meta_info") and server.behaviour.metadata:
+                choice["meta_info"] = self.native_body(job, tokens, finished=True)["meta_info"]
+            return {"id": job.rid, "choices": [choice], "usage": self.usage(tokens)}
 
         def native_body(self, job, tokens, *, finished):
             meta = {"id": job.rid, "prompt_tokens": 5, "completion_tokens": len(tokens), "cached_tokens": 0,

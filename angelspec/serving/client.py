@@ -471,7 +471,7 @@ class AsyncClient:
     async def flush_cache(self) -> bool:
         """See ``Client.flush_cache``."""
         with _reaching(self.url):
-            return (await self.http.post("/flush_cache")).status_code == 200
+            return (await self.http.post("/flush_cache", params=_FLUSH)).status_code == 200
 
     async def abort(self, request_id: str) -> None:
         """See ``Client.abort``."""
@@ -486,4 +486,4 @@ class AsyncClient:
 
 
 def _switch(on: bool) -> dict[str, Any]:
-    return {"server_args": {"angelspec_speculation": "on" if on else "off"}}
+    return {"server_args": {"angelspec_speculation": int(on)}}  # SGLang takes numbers alone

@@ -84,6 +84,11 @@ class Flag:
         """As on a command line."""
         return [self.name, *self.values]
 
+    @property
+    def shown(self) -> list[str]:
+        """The same for other eyes: keys are not shown."""
+        return [self.name, *("***" for _ in self.values)] if "api-key" in self.name else self.words
+
 
 def parse_flags(arguments: Sequence[str]) -> list[Flag]:
     """The flags of a command line, in order.

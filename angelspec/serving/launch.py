@@ -15,6 +15,7 @@ from angelspec.core.fingerprint import fingerprint
 from angelspec.core.locations import cache_folder
 from angelspec.serving.client import Client
 from angelspec.serving.failures import ServerUnreachable, ServingError, StartFailed
+from angelspec.serving.flags import flag_value
 from angelspec.serving.plan import ServePlan
 from angelspec.serving.probe import Probed, probe
 from angelspec.serving.process import ServerProcess
@@ -104,7 +105,8 @@ def serve(
         )
         try:
             signals.arm()
-            with Client(plan.url, timeout=max(60.0, start_timeout)) as client:
+            key = flag_value(plan.flags, "--api-key")
+            with Client(plan.url, api_key=key, timeout=max(60.0, start_timeout)) as client:
                 _wait_until_healthy(server, client, say=say, timeout=start_timeout, quiet=show_log is not None)
                 probed = _probed(server, client, plan, say=say) if probing else []
             say(f"serving on {plan.url} (Ctrl-C stops it)")
@@ -165,8 +167,12 @@ def _failed(server: ServerProcess, what: str, mend: str | None) -> StartFailed:
     return StartFailed(f"{what}; its last words:\n{lines or '  | (none)'}\n  log: {server.log_file}", mend=mend)
 
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end the command, and with it the server: the last one comes when its terminal is closed."""
+
+
 class _Signals:
-    """SIGINT and SIGTERM raise ``Stopped`` in the main thread, once armed.
+    """Signals that end the command raise ``Stopped`` in the main thread, once armed.
 
     Until then they are kept: between the start of a child and the block that ends it, an exception would leave it
     behind.
@@ -213,7 +219,7 @@ def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handler) for number in _ENDING}
     try:
         yield
     finally:

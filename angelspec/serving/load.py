@@ -115,31 +115,31 @@ async def run_load(
         label: of every request; None: none is sent (a server without the extension).
         template_arguments: of the chat template.
     """
-    waiting = list(enumerate(prompts))[::-1]
+    waiting = list(prompts)[::-1]
     traces: list[RequestTrace] = []
-    warm: set[int] = set()
+    warmed_up = asyncio.Barrier(concurrency)
     clock: dict[str, float] = {}
     failed_in_a_row = 0
 
-    async def user(number: int) -> None:
+    async def one(*, warm_up: bool) -> None:
         nonlocal failed_in_a_row
-        first = True
+        prompt = waiting.pop()
+        trace = RequestTrace(prompt.id, time.perf_counter(), warm_up)
+        traces.append(trace)
+        await _ask(client, prompt, trace, sampling=sampling, label=label, template_arguments=template_arguments)
+        failed_in_a_row = failed_in_a_row + 1 if trace.failure else 0
+        if trace.failure:
+            await asyncio.sleep(_PAUSE)
+
+    async def user() -> None:
+        await one(warm_up=True)
+        await warmed_up.wait()  # so that the measured prompts are the same for every choice
+        clock.setdefault("start", time.perf_counter())
         while waiting and failed_in_a_row < _GIVEN_UP:
-            _, prompt = waiting.pop()
-            trace = RequestTrace(prompt.id, time.perf_counter(), first)
-            traces.append(trace)
-            await _ask(client, prompt, trace, sampling=sampling, label=label, template_arguments=template_arguments)
-            failed_in_a_row = failed_in_a_row + 1 if trace.failure else 0
-            if trace.failure:
-                await asyncio.sleep(_PAUSE)
-            if first:
-                first = False
-                warm.add(number)
-                if len(warm) == concurrency:
-                    clock["start"] = time.perf_counter()
+            await one(warm_up=False)
         clock.setdefault("end", time.perf_counter())
 
-    await asyncio.gather(*(user(number) for number in range(concurrency)))
+    await asyncio.gather(*(user() for _ in range(concurrency)))
     return figures(traces, start=clock.get("start"), end=clock["end"])
 
 

@@ -153,8 +153,13 @@ class ServerProcess:
         with self.log_file.open("w", encoding="utf-8") as log:
             for raw in self._process.stdout:
                 line = raw.decode("utf-8", "replace").rstrip("\n")
-                log.write(line + "\n")
-                log.flush()
                 self._tail.append(line)
-                if self.show is not None:
-                    self.show(line)
+                # a full disk or a closed terminal must not stop this loop: a server whose pipe fills up hangs
+                with contextlib.suppress(OSError, ValueError):
+                    log.write(line + "\n")
+                    log.flush()
+                try:
+                    if self.show is not None:
+                        self.show(line)
+                except OSError:
+                    self.show = None

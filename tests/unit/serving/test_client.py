@@ -37,8 +37,7 @@ def test_a_whole_answer(client, server):
     )  # fmt: skip
     assert answer.text == WORDS
     assert answer.finish_reason == "stop"
-    assert [piece.position for piece in answer.pieces] == [1, 2, 3, 0, 1, 2, 0]
-    assert "".join(piece.text for piece in answer.pieces) == WORDS
+    assert answer.pieces == ()  # of streams alone
     assert answer.metadata.steps_by_route == {"dfly": 2}
     assert answer.metadata.accepted_length == 3.5
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 7)
@@ -222,7 +221,7 @@ def test_state_and_switch(client, server):
     assert (info.version, info.engine.speculation) == ("0.5.23", "on")
     assert [drafter.name for drafter in info.engine.drafters] == ["mtp", "dfly"]
     client.set_speculation(False)
-    assert server.requests[-1][1] == {"server_args": {"angelspec_speculation": "off"}}
+    assert server.requests[-1][1] == {"server_args": {"angelspec_speculation": 0}}
     assert client.server_info().engine.speculation == "off"
     assert client.flush_cache()
 
