@@ -42,6 +42,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
     "enable_unified_memory": (False, "unified memory (--enable-unified-memory)"),
     "speculative_adaptive": (False, "adaptive steps (--speculative-adaptive): D-cut adapts every step by itself"),
     "speculative_use_block_verification": (False, "block verification (--speculative-use-block-verification)"),
+    "enable_watermark": (False, "watermarks (--enable-watermark)"),
     "enable_custom_logit_processor": (False, "custom logit processors (--enable-custom-logit-processor)"),
     "enable_return_hidden_states": (False, "hidden states in answers (--enable-return-hidden-states)"),
 }
@@ -67,6 +68,10 @@ class AngelSpecAlgorithm(CustomSpecAlgo):
         server_args.speculative_num_draft_tokens = plan.depth + 1
         if server_args.max_running_requests is None:
             server_args.max_running_requests = 16 if str(server_args.device) == "cpu" else 48
+
+    def supports_prefill_shared_read_done(self) -> bool:
+        """No: after the target's prefill, entries are still placed by the table of slots."""
+        return False
 
     def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:
         return SpeculativeAlgorithm.DSPARK.get_num_tokens_per_req_for_target_verify(num_draft_tokens, is_draft_worker)

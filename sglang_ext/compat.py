@@ -51,6 +51,14 @@ INTERNALS: Mapping[str, str] = {
     "get_schedule": f"{_SRT}runtime_context",
     "get_spec": f"{_SRT}runtime_context",
     "LogitsProcessorOutput": f"{_SRT}layers.logits_processor",
+    "mambaish_config": f"{_SRT}configs.hybrid_arch",
+    "UpdateRejected": f"{_SRT}managers.scheduler_components.internal_state",
+    "_UpdateHandler": f"{_SRT}managers.scheduler_components.internal_state",
+    "BatchedPenalizerOrchestrator": f"{_SRT}sampling.penaltylib",
+    "BatchedFrequencyPenalizer": f"{_SRT}sampling.penaltylib",
+    "BatchedMinNewTokensPenalizer": f"{_SRT}sampling.penaltylib",
+    "BatchedPresencePenalizer": f"{_SRT}sampling.penaltylib",
+    "BatchedRepetitionPenalizer": f"{_SRT}sampling.penaltylib",
     "ForwardContext": f"{_SRT}model_executor.forward_context",
     "forward_context": f"{_SRT}model_executor.forward_context",
 }
@@ -71,6 +79,9 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
     f"{_SRT}managers.scheduler_components.internal_state:SchedulerInternalStateController._update_handlers": (),
     f"{_SRT}managers.scheduler_components.internal_state:SchedulerInternalStateController._add_speculative": ("state",),
     f"{_SRT}managers.tokenizer_manager:TokenizerManager.generate_request": ("obj",),
+    f"{_SRT}managers.tokenizer_manager:TokenizerManager._accumulate_request_meta_info": (
+        "meta_info", "state", "key", "values",
+    ),
     f"{_SRT}entrypoints.openai.serving_chat:OpenAIServingChat._convert_to_internal_request": ("request",),
     f"{_SRT}entrypoints.openai.serving_chat:OpenAIServingChat._generate_stream_content": ("content", "request"),
     f"{_SRT}managers.tokenizer_manager:TokenizerManager.update_request_meta_info": (

@@ -44,7 +44,7 @@ class DraftRunner:
 
     def __init__(self, model: AngelSpecDrafters, runner: Any, pending: PendingStates) -> None:
         self.model, self._runner, self.pending = model, runner, pending
-        self._infos: dict[int, Any] = {}
+        self._infos: dict[tuple[int, int], Any] = {}
 
     @property
     def _embedding_VD(self) -> Tensor:
@@ -160,26 +160,29 @@ class DraftRunner:
 
     def _window(self, rows: DraftRows, *, offset: int, width: int) -> Any:
         """A forward batch over ``width`` tokens of each row, ready for attention."""
-        info = self._infos.get(width)
+        count = len(rows.slots)
+        info = self._infos.get((count, width))
         if info is None:
-            info = self._infos[width] = compat.make_draft_block_spec_info(
-                draft_token_num=width, device=rows.anchor_B.device
+            info = compat.make_draft_block_spec_info(draft_token_num=width, device=rows.anchor_B.device)
+            # said row by row: some backends take a uniform width from the server's settings, not from here
+            info.ragged_verify_layout = compat.RaggedVerifyLayout.from_verify_lens(
+                verify_lens_cpu=[width] * count, device=rows.anchor_B.device, grid=[count * width]
             )
+            self._infos[count, width] = info
         start_B = rows.length_B + offset
         starts_cpu = torch.tensor([length + offset for length in rows.lengths])
         translator = self._runner.kv_index_translator
         plan = translator.plan_uniform_extend(
             req_pool_indices=rows.request_B, seq_lens=start_B, seq_lens_cpu=starts_cpu, width=width
         )
-        count = len(rows.slots) * width
         batch = compat.ForwardBatch(
             forward_mode=compat.ForwardMode.TARGET_VERIFY,
-            batch_size=len(rows.slots),
-            input_ids=torch.empty(count, dtype=torch.int64, device=rows.anchor_B.device),
+            batch_size=count,
+            input_ids=torch.empty(count * width, dtype=torch.int64, device=rows.anchor_B.device),
             req_pool_indices=rows.request_B,
             seq_lens=start_B,
             out_cache_loc=plan.write_virtual,
-            seq_lens_sum=int(starts_cpu.sum()) + count,
+            seq_lens_sum=int(starts_cpu.sum()) + count * width,
             seq_lens_cpu=starts_cpu + width,
             positions=(start_B[:, None] + torch.arange(width, device=start_B.device)).flatten(),
             spec_algorithm=compat.SpeculativeAlgorithm.DSPARK,

@@ -54,16 +54,14 @@ def _resolve_tokens(original: Any, processor: Any, result: Any, batch: Any) -> A
 
 
 def _update_handlers(original: Any, controller: Any) -> Any:
-    from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
-
     def validate(key: str, value: Any) -> None:
         if value not in (0, 1):
-            raise UpdateRejected(f"{key} must be 1 (on) or 0 (off), got {value!r}.")
+            raise compat.UpdateRejected(f"{key} must be 1 (on) or 0 (off), got {value!r}.")
 
     def apply(key: str, value: Any) -> None:
         controller.scheduler.draft_worker.set_speculation(value == 1)
 
-    return {**original(controller), SWITCH: _UpdateHandler(validate, apply)}
+    return {**original(controller), SWITCH: compat._UpdateHandler(validate, apply)}
 
 
 def _add_state(original: Any, controller: Any, state: dict[str, Any]) -> Any:

@@ -49,7 +49,8 @@ def _convert_chat(original: Any, serving: Any, request: Any, *args: Any, **kwarg
 
 async def _generate_request(original: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
     """Label a native request, which a chat is by now, too."""
-    if hasattr(obj, "sampling_params") and not getattr(obj, "angelspec_labelled", False):
+    is_generation = hasattr(obj, "extra_key")  # embeddings come this way, too
+    if is_generation and not getattr(obj, "angelspec_labelled", False):
         try:
             _label_native(obj)
         except ValueError:
@@ -85,7 +86,9 @@ def _native_label(params: Mapping[str, Any] | None, prompt: str | None) -> dict[
 
 
 def _parse(custom_params: Mapping[str, Any] | None) -> RequestLabel:
-    own = {key: value for key, value in (custom_params or {}).items() if key != RESOLVED_KEY}
+    own: Any = custom_params
+    if isinstance(custom_params, Mapping):
+        own = {key: value for key, value in custom_params.items() if key != RESOLVED_KEY}
     try:
         label = parse_label(own or None, foreign_keys=True)
         bundle = current_plan().bundle
@@ -107,6 +110,8 @@ def _mode_of(label: RequestLabel) -> Any:
 
 
 def _attach(obj: Any, label: dict[str, Any]) -> None:
+    if getattr(obj, "return_sampling_mask", False):
+        raise ValueError("return_sampling_mask is not available with angelspec's speculation")
     obj.sampling_params = _with_label(obj.sampling_params, label)
     obj.extra_key = _apart(obj.extra_key, label)
     obj.angelspec_labelled = True
@@ -139,9 +144,8 @@ def _update_meta_info(
             state.angelspec = AnswerState(tokenizer=manager.tokenizer)
         new = state.angelspec.add(entries[index])
         meta_info["angelspec"] = state.angelspec.metadata()
-        # as SGLang's own lists: what is new where it streams increments, else everything so far
-        incremental = getattr(state.obj, "stream", False) and manager.incremental_streaming_output
-        meta_info["angelspec_positions"] = new if incremental else state.angelspec.positions
+        # by SGLang's own means, which cut and join such lists as they do with the tokens
+        manager._accumulate_request_meta_info(meta_info, state, "angelspec_positions", new)
         if getattr(state.obj, "angelspec_chat", False):
             meta_info[_STATE_KEY] = state.angelspec
     return outcome

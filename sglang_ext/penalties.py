@@ -10,7 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from sglang_ext import compat
 
 
 def is_penalised(sampling_params: Any) -> bool:
@@ -35,25 +38,25 @@ class RowPenalties:
     """The penalizers of one request.
 
     Args:
-        req: SGLang's request.
+        req: SGLang's request; what it has put out already (before a retraction) is fed at once.
         vocab_size: of the logits.
         device: of the logits.
     """
 
     def __init__(self, req: Any, *, vocab_size: int, device: str) -> None:
-        from sglang.srt.sampling import penaltylib
-
         self._batch = _Batch([req], device)  # the orchestrator holds it by a weak reference
-        self._orchestrator = penaltylib.BatchedPenalizerOrchestrator(
+        self._orchestrator = compat.BatchedPenalizerOrchestrator(
             vocab_size=vocab_size,
             batch=self._batch,
             penalizers={
-                penaltylib.BatchedFrequencyPenalizer,
-                penaltylib.BatchedMinNewTokensPenalizer,
-                penaltylib.BatchedPresencePenalizer,
-                penaltylib.BatchedRepetitionPenalizer,
+                compat.BatchedFrequencyPenalizer,
+                compat.BatchedMinNewTokensPenalizer,
+                compat.BatchedPresencePenalizer,
+                compat.BatchedRepetitionPenalizer,
             },
         )
+        for token in req.output_ids:
+            self._orchestrator.cumulate_output_tokens(torch.tensor([token], device=device))
 
     def apply(self, anchor_1: Tensor, logits_1V: Tensor) -> None:
         """Feed the newest output token and penalise the logits of the next, in place."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from angelspec.core.files import write_json_atomic
 from angelspec.core.fingerprint import fingerprint
@@ -51,6 +52,9 @@ def measured_for(plan: EnginePlan, worker: Any) -> MeasuredFor:
         flags={
             "dtype": str(runner.dtype).removeprefix("torch."),
             "attention_backend": type(runner.attn_backend).__name__,
+            "max_running_requests": int(compat.get_schedule().max_running_requests or 0),
+            "cuda_graphs": runner.decode_cuda_graph_runner is not None,
+            "quantization": runner.model_config.quantization,
             "overlap": not compat.get_schedule().disable_overlap_schedule,
             "page_size": worker.page_size,
         },
@@ -87,6 +91,13 @@ def find_costs(plan: EnginePlan, worker: Any, drafts: DraftRunner) -> StepCosts:
     costs = Profiler(worker, drafts).measure().model_copy(update={"measured_for": here})
     write_json_atomic(kept, costs.model_dump(mode="json"))
     return costs
+
+
+def padded_slots(runner: Any, slots: int) -> int:
+    """Slots that a verification of so many takes: those of the smallest captured graph that holds them."""
+    graphs = runner.decode_cuda_graph_runner
+    tiers = (graphs.capture_num_tokens or ()) if graphs is not None else ()
+    return min((tier for tier in tiers if tier >= slots), default=slots)
 
 
 class Profiler:
@@ -130,7 +141,9 @@ class Profiler:
         logger.info("measured the costs of a step in %.1f s", seconds)
         for slot in range(1, sizes[-1] + 1):
             self._drafts.pending.reset(slot, 0)
-        return StepCosts(prefix_tokens=self._context, drafting=drafting, verification=tuple(verification))
+        graphs = self._worker.model_runner.decode_cuda_graph_runner
+        tiers = tuple(sorted(graphs.capture_num_tokens or ())) if graphs is not None else ()
+        return StepCosts(prefix_tokens=self._context, drafting=drafting, verification=tuple(verification), tiers=tiers)
 
     def _time(self, run: Callable[[], Any]) -> float:
         run()
@@ -153,11 +166,12 @@ class Profiler:
         runner, width = self._worker.model_runner, self._width
         device = self._worker.device
         request_B, length_B, lengths = self._rows(size)
+        more = padded_slots(runner, size * wide) - size * wide
         layout = compat.RaggedVerifyLayout.from_verify_lens(
-            verify_lens_cpu=[wide] * size, device=device, grid=[size * wide]
+            verify_lens_cpu=[wide] * size, device=device, grid=[size * wide + more]
         )
-        ids = torch.ones(size * wide, dtype=torch.int64, device=device)
-        positions = (length_B[:, None] + torch.arange(wide, device=device)).flatten()
+        ids = torch.ones(size * wide + more, dtype=torch.int64, device=device)
+        positions = F.pad((length_B[:, None] + torch.arange(wide, device=device)).flatten(), (0, more))
 
         def run() -> Any:
             info = compat.DFlashVerifyInput(
@@ -178,7 +192,7 @@ class Profiler:
                 input_ids=ids,
                 req_pool_indices=request_B,
                 seq_lens=length_B,
-                out_cache_loc=plan.write_virtual,
+                out_cache_loc=F.pad(plan.write_virtual, (0, more)),
                 seq_lens_sum=sum(lengths) + size * wide,
                 seq_lens_cpu=torch.tensor(lengths) + wide,
                 positions=positions,
@@ -187,7 +201,11 @@ class Profiler:
                 capture_hidden_mode=compat.CaptureHiddenMode.FULL,
             )
             plan.bind(batch, translator)
-            runner.attn_backend.init_forward_metadata(batch)
+            graphs = runner.decode_cuda_graph_runner
+            if graphs is not None and graphs.can_run_graph(batch):
+                graphs.load_batch(batch)
+            else:
+                runner.attn_backend.init_forward_metadata(batch)
             output = runner.forward(batch, skip_attn_backend_init=True).logits_output
             return output.next_token_logits.argmax(-1).tolist()
 

@@ -18,8 +18,8 @@ from sglang_ext.penalties import RowPenalties, is_penalised
 
 RESOLVED_KEY = "angelspec"
 """Key of ``custom_params`` under which the HTTP process hands its findings to the scheduler."""
-_KEEP_IDLE = 4096
-"""Requests that were not seen for so many steps are forgotten (aborted ones are not announced)."""
+_KEEP_IDLE, _LOOK_EVERY = 4096, 256
+"""Requests that were not seen for so many steps are forgotten, and how often it is looked for them."""
 
 
 @dataclass
@@ -27,6 +27,8 @@ class ServedRequest:
     """One request."""
 
     rid: str
+    req: Any
+    """SGLang's request: a client may use an id again."""
     route: Route
     workload: Workload
     mode: Mode | None
@@ -36,8 +38,12 @@ class ServedRequest:
     """Why no step of it is drafted for, whatever its route; None: nothing forbids it."""
     record: RequestRecord
     last_step: int = 0
+    slot: int = -1
+    """Of the request pool, since its last prefill."""
     prefilled_to: int = 0
     """Where its last prefill ended."""
+    anchor: int | None = None
+    """Its newest token, that has no states yet."""
     penalties: RowPenalties | None = None
     """Only where it has any."""
     broken_drafts: int = 0
@@ -122,7 +128,7 @@ class RequestBook:
         rows, new = [], []
         for req in reqs:
             known = self._by_rid.get(req.rid)
-            if known is None:
+            if known is None or known.req is not req:
                 known = self._by_rid[req.rid] = self._open(req, batch_size=len(reqs), costs=costs)
                 new.append(known)
             known.last_step = self._step
@@ -134,7 +140,9 @@ class RequestBook:
         return self._by_rid.pop(rid, None)
 
     def forget_idle(self) -> list[ServedRequest]:
-        """Forget the requests that have not been seen for long; returns them."""
+        """Now and then, forget the requests that have not been seen for long (some ends are not announced)."""
+        if self._step % _LOOK_EVERY:
+            return []
         idle = [known for known in self._by_rid.values() if self._step - known.last_step > _KEEP_IDLE]
         for known in idle:
             del self._by_rid[known.rid]
@@ -153,10 +161,12 @@ class RequestBook:
         reason = plain_reason(
             params, has_grammar=req.grammar is not None, has_processor=req.custom_logit_processor is not None
         )
-        states_of = tuple(drafter.name for drafter in self._bundle.of_mode(mode)) if reason is None else ()
+        # of plain requests, too: others of the mode may find their prefix in the cache
+        states_of = tuple(drafter.name for drafter in self._bundle.of_mode(mode))
         why = route.why if reason is None else reason
         return ServedRequest(
             rid=req.rid,
+            req=req,
             route=route,
             workload=workload,
             mode=mode,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from angelspec.core.bundle import PLAIN
 from angelspec.core.step_costs import StepCosts
@@ -32,7 +33,7 @@ from sglang_ext.engine_hooks import check_applied
 from sglang_ext.metrics import Counters, StepReport
 from sglang_ext.penalties import RowPenalties, is_penalised
 from sglang_ext.pending import PendingStates
-from sglang_ext.profiling import find_costs
+from sglang_ext.profiling import find_costs, padded_slots
 from sglang_ext.prometheus import Exporter
 from sglang_ext.requests import RequestBook, ServedRequest
 from sglang_ext.settings import check_target, current_plan
@@ -62,6 +63,11 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         check_applied()
         self.plan = current_plan()
         target = kwargs["target_worker"].model_runner.model_config
+        if compat.mambaish_config(target) is not None:
+            raise compat.CompatibilityError(
+                f"the target {target.model_path} has recurrent layers, whose states the extension does not roll back",
+                mend="serve it without the extension",
+            )
         check_target(
             self.plan,
             hidden_size=target.hidden_size,
@@ -78,6 +84,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         self._width = self.verify_num_draft_tokens
         self._drafts: DraftRunner | None = None
         self._given_up: list[ServedRequest] = []
+        self._owner: dict[int, str] = {}
         self._step_ended: tuple[float, tuple[str, ...]] | None = None
         self.use_costs(None)
 
@@ -140,22 +147,25 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
     def _rows(self, reqs: Any) -> list[ServedRequest]:
         rows, new = self.requests.rows(reqs, costs=self.costs)
         for known in new:
+            self._planner.close(known.rid)
             self._open(known)
-        for req, known in zip(reqs, rows, strict=True):
-            if known.penalties is None and is_penalised(req.sampling_params):
-                vocabulary = self.model_runner.model_config.vocab_size
-                known.penalties = RowPenalties(req, vocab_size=vocabulary, device=str(self.device))
+        for known in self.requests.forget_idle():
+            self._planner.close(known.rid)
         return rows
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+        """Called when a decoding request ends, before its tokens go to the prefix cache."""
         super().note_request_finished(rid=rid, natural_stop=natural_stop)
-        ended = [self.requests.finish(rid), *(self.requests.forget_idle() if len(self.requests) > 256 else [])]
-        for known in ended:
-            if known is not None:
-                self.counters.finish(known)
-                if self._exporter is not None:
-                    self._exporter.finish(known)
-                self._planner.close(known.rid)
+        known = self.requests.finish(rid)
+        if known is None:
+            return
+        if known.anchor is not None and known.states_of and self._owner.get(known.slot) == rid:
+            anchor = torch.tensor([known.anchor], device=self.device)
+            self._ready().enter(known.states_of, [known.slot], anchors=anchor)
+        self.counters.finish(known)
+        if self._exporter is not None:
+            self._exporter.finish(known)
+        self._planner.close(known.rid)
 
     # ----------------------------------------------------------------------------------------------- prefill
 
@@ -179,9 +189,14 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         for known, slot, start, count in zip(self._rows(reqs), slots, starts, counts, strict=True):
             part = slice(begin, begin + count)
             begin += count
-            continues = start > 0 and drafts.pending.length[slot] == start and known.prefilled_to == start
+            mine = self._owner.get(slot) == known.rid and known.prefilled_to == start
+            continues = start > 0 and mine and drafts.pending.length[slot] == start
             if not continues:
                 drafts.pending.reset(slot, start)
+                if is_penalised(known.req.sampling_params):  # what was decoded before a retraction is fed to new ones
+                    vocabulary = self.model_runner.model_config.vocab_size
+                    known.penalties = RowPenalties(known.req, vocab_size=vocabulary, device=str(self.device))
+            self._owner[slot], known.slot, known.anchor = known.rid, slot, None
             known.prefilled_to = start + count
             self.counters.prefill(start=start, continues=continues, again=bool(known.record.steps))
             if known.states_of:
@@ -257,6 +272,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         if on_publish is not None:
             on_publish(new_lengths_B)
         committed = commit_B.tolist()
+        for known, bonus in zip(rows, outcome.bonus_B.tolist(), strict=True):
+            known.anchor = bonus
         self._keep(drafts, rows, slots, committed, output, block_BW, row_N, offset_N, outcome.bonus_B)
         output.hidden_states = output.last_hidden_states = None
         verified = time.perf_counter()
@@ -346,7 +363,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         """One target forward over every row's anchor and kept proposals."""
         device, width = block_BW.device, self._width
         widths = [number + 1 for number in kept]
-        layout = compat.RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=widths, device=device, grid=[sum(widths)])
+        total, padded = sum(widths), padded_slots(self.model_runner, sum(widths))
+        layout = compat.RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=widths, device=device, grid=[padded])
         row_N = torch.tensor([row for row, wide in enumerate(widths) for _ in range(wide)], device=device)
         offset_N = torch.tensor([slot for wide in widths for slot in range(wide)], device=device)
         packed = _Packed(
@@ -355,6 +373,9 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             verify_cache_loc=window.verify_cache_loc_2d[row_N, offset_N],
             window_index=row_N * width + offset_N,
         )
+        if padded > total:  # a captured graph has more slots; what stands in them is read by nobody
+            more = (0, padded - total)
+            packed = _Packed(*(F.pad(item, more) for item in packed[:3]), F.pad(packed.window_index, more, value=-1))
         forward = self._verify_executor._run_ragged(
             batch=batch,
             layout=layout,
@@ -362,7 +383,12 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             sampling_info=batch.sampling_info,
             kv_loc_plan=window.kv_loc_plan,
         )
-        return forward.logits_output, packed, row_N, offset_N, layout, forward.can_run_cuda_graph
+        output = forward.logits_output
+        if padded > total:
+            for name in ("next_token_logits", "hidden_states", "last_hidden_states"):
+                setattr(output, name, getattr(output, name)[:total])
+            packed = _Packed(*(item[:total] for item in packed))
+        return output, packed, row_N, offset_N, layout, forward.can_run_cuda_graph
 
     def _adjust(
         self, batch: Any, rows: list[ServedRequest], logits_NV: Tensor, row_N: Tensor, offset_N: Tensor,
