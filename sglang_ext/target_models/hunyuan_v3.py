@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.aux_hidden_states import AuxHiddenStateList
 from sglang.srt.models import hunyuan_v3
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class HYV3ForCausalLM(hunyuan_v3.HYV3ForCausalLM):
@@ -26,6 +26,10 @@ class HYV3ForCausalLM(hunyuan_v3.HYV3ForCausalLM):
         if not all(0 <= layer < layers for layer in layer_ids):
             raise ValueError(f"layers to capture {list(layer_ids)} must lie in 0..{layers - 1}")
         self._captured = frozenset(layer_ids)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding, which the drafters share."""
+        return self.model.embed_tokens
 
     @torch.no_grad()
     def forward(
