@@ -11,6 +11,7 @@ from sglang_ext.answers import TOKENS_KEY, step_entries
 from sglang_ext.settings import current_plan
 
 _COMPONENTS = "sglang.srt.managers.scheduler_components."
+_SHOWN = {"name", "algorithm", "family", "mode", "depth", "source"}
 SWITCH = "angelspec_speculation"
 """Key of ``/set_internal_state``: 1 is on, 0 is off (SGLang takes numbers alone)."""
 
@@ -82,19 +83,9 @@ def describe(worker: Any) -> dict[str, Any]:
         "target": bundle.target.source,
         "mode_family": bundle.target.mode_family,
         "speculation": "on" if worker.speculation else "off",
-        "drafters": [
-            {
-                "name": place.drafter.name,
-                "algorithm": place.drafter.algorithm,
-                "family": place.drafter.family,
-                "mode": place.drafter.mode,
-                "depth": place.drafter.depth,
-                "source": place.drafter.source,
-            }
-            for place in plan.places
-        ],
+        "drafters": [place.drafter.model_dump(mode="json", include=_SHOWN) for place in plan.places],
         "costs_measured": worker.costs is not None,
-        "draft_bytes_per_token": plan.draft_bytes_per_token,
+        "draft_bytes_per_token": plan.draft_numbers_per_token * worker.draft_model_runner.kv_cache_dtype.itemsize,
         "ratios": list(ratios) if ratios else None,
         "counters": worker.counters.as_dict(),
     }

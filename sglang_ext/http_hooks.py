@@ -9,7 +9,7 @@ from typing import Any
 from angelspec.core.classifier import classify
 from angelspec.core.errors import RequestError
 from angelspec.core.modes import mode_family
-from angelspec.core.request_label import RequestLabel, parse_label
+from angelspec.core.request_label import parse_label
 from angelspec.core.routing import choose_route
 from sglang_ext.answers import TOKENS_KEY, AnswerState
 from sglang_ext.requests import RESOLVED_KEY, complete_label
@@ -34,30 +34,40 @@ def hooks() -> Mapping[str, Any]:
 
 def _convert_chat(original: Any, serving: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Label a chat by its messages and its template's arguments."""
-    bundle = current_plan().bundle
-    label = _parse(request.custom_params)
     adapted, processed = original(serving, request, *args, **kwargs)
     messages = [
         message.model_dump() if hasattr(message, "model_dump") else dict(message) for message in request.messages
     ]
-    mode = mode_family(bundle.target.mode_family).mode_of(request.chat_template_kwargs or {})
-    found = complete_label(label, bundle=bundle, workload=classify(messages).workload, mode=mode, mode_known=True)
-    _attach(adapted, found)
-    adapted.angelspec_chat = bool(request.stream)
+    family = mode_family(current_plan().bundle.target.mode_family)
+    label = _label(
+        request.custom_params,
+        workload=classify(messages).workload,
+        mode=family.mode_of(request.chat_template_kwargs or {}),
+        mode_known=True,
+    )
+    _attach(adapted, {**label, _PIECES: bool(request.stream and request.return_spec_tokens_details)})
     return adapted, processed
 
 
 async def _generate_request(original: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
     """Label a native request, which a chat is by now, too."""
     is_generation = hasattr(obj, "extra_key")  # embeddings come this way, too
-    if is_generation and not getattr(obj, "angelspec_labelled", False):
+    if is_generation:
         try:
-            _label_native(obj)
+            _refuse(obj)
+            if not getattr(obj, "angelspec_labelled", False):
+                _label_native(obj)
         except ValueError:
             obj.normalize_batch_and_arguments()  # SGLang's clean-up of a refused stream reads what this sets
             raise
     async for answer in original(manager, obj, *args, **kwargs):
         yield answer
+
+
+def _refuse(obj: Any) -> None:
+    masks = getattr(obj, "return_sampling_mask", False)
+    if any(masks) if isinstance(masks, list) else masks:
+        raise ValueError("return_sampling_mask is not available with angelspec's speculation")
 
 
 def _label_native(obj: Any) -> None:
@@ -82,36 +92,28 @@ def _is_batch(input_ids: Any) -> bool:
 
 
 def _native_label(params: Mapping[str, Any] | None, prompt: str | None) -> dict[str, Any]:
-    return complete_label(_parse((params or {}).get("custom_params")), bundle=current_plan().bundle, prompt=prompt)
+    return _label((params or {}).get("custom_params"), prompt=prompt)
 
 
-def _parse(custom_params: Mapping[str, Any] | None) -> RequestLabel:
-    own: Any = custom_params
-    if isinstance(custom_params, Mapping):
-        own = {key: value for key, value in custom_params.items() if key != RESOLVED_KEY}
-    try:
-        label = parse_label(own or None, foreign_keys=True)
-        bundle = current_plan().bundle
-        # a route that does not exist is refused here; whether its mode fits is known when the mode is
-        choose_route(bundle, label, workload=label.workload or "chat", mode=_mode_of(label), batch_size=1)
-    except RequestError as error:
-        raise ValueError(str(error)) from None  # which SGLang answers with status 400
-    return label
+def _label(custom_params: Any, **found: Any) -> dict[str, Any]:
+    """A request's label, completed by what was found out (arguments of ``complete_label``).
 
-
-def _mode_of(label: RequestLabel) -> Any:
+    Raises:
+        ValueError: the label is wrong, or its route is for another mode; SGLang answers with status 400.
+    """
     bundle = current_plan().bundle
-    if label.mode is not None:
-        return label.mode
-    for drafter in bundle.drafters:
-        if label.route in drafter.aliases:
-            return drafter.mode
-    return mode_family(bundle.target.mode_family).default
+    if isinstance(custom_params, Mapping):  # a client can't speak for this process
+        custom_params = {key: value for key, value in custom_params.items() if key != RESOLVED_KEY}
+    try:
+        label = parse_label(custom_params or None, foreign_keys=True)
+        complete = complete_label(label, bundle=bundle, **found)
+        choose_route(bundle, label, workload=complete["workload"], mode=complete["mode"] or None, batch_size=1)
+    except RequestError as error:
+        raise ValueError(str(error)) from None
+    return complete
 
 
 def _attach(obj: Any, label: dict[str, Any]) -> None:
-    if getattr(obj, "return_sampling_mask", False):
-        raise ValueError("return_sampling_mask is not available with angelspec's speculation")
     obj.sampling_params = _with_label(obj.sampling_params, label)
     obj.extra_key = _apart(obj.extra_key, label)
     obj.angelspec_labelled = True
@@ -146,17 +148,18 @@ def _update_meta_info(
         meta_info["angelspec"] = state.angelspec.metadata()
         # by SGLang's own means, which cut and join such lists as they do with the tokens
         manager._accumulate_request_meta_info(meta_info, state, "angelspec_positions", new)
-        if getattr(state.obj, "angelspec_chat", False):
+        params = state.obj.sampling_params or {}
+        if (params.get("custom_params") or {}).get(RESOLVED_KEY, {}).get(_PIECES):
             meta_info[_STATE_KEY] = state.angelspec
     return outcome
 
 
 async def _stream_content(original: Any, serving: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
     """Add metadata and the texts of tokens to the chunks of a chat that asked for them."""
-    content, request = kwargs["content"], kwargs["request"]
+    content = kwargs["content"]
     answer = content["meta_info"].pop(_STATE_KEY, None)
     async for chunk in original(serving, *args, **kwargs):
-        if answer is not None and request.return_spec_tokens_details and chunk.startswith(_DATA):
+        if answer is not None and chunk.startswith(_DATA):
             document = json.loads(chunk[len(_DATA) :])
             pieces = answer.pieces(
                 content["output_ids"], incremental=serving.tokenizer_manager.incremental_streaming_output
@@ -167,5 +170,7 @@ async def _stream_content(original: Any, serving: Any, *args: Any, **kwargs: Any
 
 
 _DATA = "data: "
+_PIECES = "pieces"
+"""Key of a completed label: whether the chunks of a chat carry metadata and the texts of tokens."""
 _STATE_KEY = "_angelspec_state"
 """Under which a chat's answer state passes from one hook to the other; it never leaves the process."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from angelspec.core.bundle import PLAIN
@@ -92,21 +92,7 @@ class Counters:
     def as_dict(self) -> dict[str, Any]:
         """For the server's information page."""
         return {
-            "steps": self.steps,
-            "speculative_steps": self.speculative_steps,
-            "mixed_steps": self.mixed_steps,
-            "cut_steps": self.cut_steps,
-            "draft_seconds": self.draft_seconds,
-            "plan_seconds": self.plan_seconds,
-            "verify_seconds": self.verify_seconds,
-            "other_seconds": self.other_seconds,
-            "drafted_slots": self.drafted_slots,
-            "verified_slots": self.verified_slots,
-            "committed_tokens": self.committed_tokens,
-            "prefills": self.prefills,
-            "prefix_hits": self.prefix_hits,
-            "continued_chunks": self.continued_chunks,
-            "prefilled_again": self.prefilled_again,
+            **{item.name: getattr(self, item.name) for item in fields(self)},
             "nan_rows": self.fallbacks["draft not finite"],
             "fallbacks": dict(self.fallbacks),
             "requests": {f"{route}/{workload}": number for (route, workload), number in self.requests.items()},

@@ -93,14 +93,14 @@ class PendingStates:
         for slot, count in zip(slots, counts, strict=True):
             self.length[slot] += count
 
-    def take(self, drafter: str, slots: Sequence[int], *, anchors: Tensor, lag: int = 0) -> Waiting | None:
-        """Everything of these slots that the drafter has not entered, but for each row's last ``lag`` tokens.
+    def take(self, drafter: str, slots: Sequence[int], *, anchors: Tensor) -> Waiting | None:
+        """Everything of these slots that the drafter has not entered; None: nothing.
 
         Args:
             anchors: the token after each slot's last committed one [len(slots)].
         """
         starts = [self._entered[drafter][slot] for slot in slots]
-        counts = [max(self.length[slot] - lag - start, 0) for slot, start in zip(slots, starts, strict=True)]
+        counts = [self.length[slot] - start for slot, start in zip(slots, starts, strict=True)]
         if not any(counts):
             return None
         request_N, position_N = self._places(slots, starts, counts)

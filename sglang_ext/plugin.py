@@ -19,7 +19,8 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    wanted = "ANGELSPEC_BUNDLE" in os.environ or any("ANGELSPEC" in word.upper() for word in sys.argv)
+    named = any(word.rpartition("=")[2].upper() == "ANGELSPEC" for word in sys.argv)
+    wanted = named or "ANGELSPEC_BUNDLE" in os.environ
     on_cpu = os.environ.get("SGLANG_PLATFORM") == "angelspec_cpu"
     if not wanted and not on_cpu:
         return

@@ -65,8 +65,8 @@ def plain_reason(sampling_params: Any, *, has_grammar: bool, has_processor: bool
     return None
 
 
-def read_label(custom_params: Mapping[str, Any] | None, *, bundle: Bundle, prompt: str | None) -> dict[str, Any]:
-    """A request's label, completed: as the HTTP process left it, else from ``custom_params`` and the prompt.
+def read_label(custom_params: Mapping[str, Any] | None, *, bundle: Bundle) -> dict[str, Any]:
+    """A request's label, completed: as the HTTP process left it, else from ``custom_params`` alone.
 
     Raises:
         RequestError: the label is wrong.
@@ -76,7 +76,7 @@ def read_label(custom_params: Mapping[str, Any] | None, *, bundle: Bundle, promp
         return dict(resolved)
     own = {key: value for key, value in (custom_params or {}).items() if key != "__req__"}
     label = parse_label(own or None, foreign_keys=True)
-    return complete_label(label, bundle=bundle, prompt=prompt)
+    return complete_label(label, bundle=bundle)
 
 
 def complete_label(
@@ -151,7 +151,7 @@ class RequestBook:
     def _open(self, req: Any, *, batch_size: int, costs: StepCosts | None) -> ServedRequest:
         params = req.sampling_params
         try:
-            label = read_label(params.custom_params, bundle=self._bundle, prompt=None)
+            label = read_label(params.custom_params, bundle=self._bundle)
             workload = label["workload"] if label["workload"] in WORKLOADS else "chat"
             mode = label["mode"] if label["mode"] in MODES else None
             wishes = RequestLabel(route=label["route"], ratio=label["dcut"] or None)

@@ -22,6 +22,7 @@ from angelspec.core.drafter_config import BlockDrafterConfig, MtpDrafterConfig
 from angelspec.core.errors import BundleError
 from angelspec.core.files import write_json_atomic
 from angelspec.core.fingerprint import fingerprint
+from angelspec.core.geometry import TargetGeometry
 from angelspec.core.locations import cache_folder
 from angelspec.drafters.config_dialects import read_config
 from angelspec.drafters.problem import Findings
@@ -49,7 +50,7 @@ class DrafterPlace:
     @property
     def num_layers(self) -> int:
         """Layers in the draft pool."""
-        return self.config.num_layers if isinstance(self.config, BlockDrafterConfig) else 1
+        return self.config.cached_layers
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,9 @@ class EnginePlan:
         return max(place.drafter.depth for place in self.places)
 
     @property
-    def draft_bytes_per_token(self) -> int:
-        """Numbers that the draft pool holds per token, at two bytes each."""
-        config = self.places[0].config
-        return 2 * 2 * self.num_layers * config.num_kv_heads * config.head_dim
+    def draft_numbers_per_token(self) -> int:
+        """Numbers that the draft pool holds per token."""
+        return sum(place.config.cached_numbers_per_token for place in self.places)
 
     @cached_property
     def layer_ids(self) -> tuple[int, ...]:
@@ -124,14 +124,12 @@ def place_drafters(bundle: Bundle) -> EnginePlan:
     return EnginePlan(bundle, tuple(places))
 
 
-def check_target(plan: EnginePlan, *, hidden_size: int, num_layers: int, vocab_size: int) -> None:
+def check_target(plan: EnginePlan, geometry: TargetGeometry) -> None:
     """Raises BundleError, naming every drafter that was made for another target than the one that is loaded."""
-    served = {"target_hidden_size": hidden_size, "target_num_layers": num_layers, "vocab_size": vocab_size}
     wrong = [
-        f"drafter '{place.drafter.name}': {key} is {getattr(place.config, key)}, but the target has {value}"
+        f"drafter '{place.drafter.name}': {conflict}"
         for place in plan.places
-        for key, value in served.items()
-        if getattr(place.config, key) != value
+        for conflict in place.config.conflicts_with(geometry)
     ]
     if wrong:
         raise BundleError("\n".join(wrong), mend="serve each drafter with the target that it was trained for")
@@ -148,11 +146,12 @@ def _read(drafter: BundleDrafter) -> BlockDrafterConfig | MtpDrafterConfig:
     if config is None:
         lines = "\n".join(f"  {problem}" for problem in findings.problems)
         raise BundleError(f"drafter '{drafter.name}': {path} can't be read\n{lines}")
-    most = config.block_size - 1 if isinstance(config, BlockDrafterConfig) else drafter.depth
-    if config.family != drafter.family or drafter.depth != most:
+    depth = config.num_proposals
+    fits = drafter.depth == depth or (config.family == "mtp" and drafter.depth < depth)  # MTP may stop earlier
+    if config.family != drafter.family or not fits:
         raise BundleError(
             f"drafter '{drafter.name}' is {drafter.family} of depth {drafter.depth} in the bundle, "
-            f"but its checkpoint is {config.family} of depth {most}",
+            f"but its checkpoint is {config.family} of depth {depth}",
             mend="create the bundle again: angelspec bundle create",
         )
     return config
@@ -201,7 +200,6 @@ def draft_folder(plan: EnginePlan) -> Path:
     """The folder that describes the draft model to SGLang, in the user's cache; written where it is not there yet."""
     folder = cache_folder() / "engines" / plan.digest
     config = plan.places[0].config
-    rope = config.rope
     document = {
         # a type that transformers knows and whose unknown keys it keeps
         "model_type": "llama",
@@ -215,7 +213,7 @@ def draft_folder(plan: EnginePlan) -> Path:
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": getattr(rope, "theta", 10000.0),
+        "rope_theta": config.rope.theta,
         "tie_word_embeddings": False,
         "num_target_layers": config.target_num_layers,
         "block_size": plan.depth,

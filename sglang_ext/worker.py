@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from angelspec.core.bundle import PLAIN
+from angelspec.core.geometry import TargetGeometry
 from angelspec.core.step_costs import StepCosts
 from angelspec.ops.step_plan import DraftPlan
 from angelspec.ops.step_planner import Step, StepPlanner
@@ -68,12 +69,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
                 f"the target {target.model_path} has recurrent layers, whose states the extension does not roll back",
                 mend="serve it without the extension",
             )
-        check_target(
-            self.plan,
-            hidden_size=target.hidden_size,
-            num_layers=target.num_hidden_layers,
-            vocab_size=target.vocab_size,
-        )
+        check_target(self.plan, TargetGeometry.from_config(target.hf_config.to_dict()))
         super().__init__(*args, **kwargs)
         self.model_runner.model.logits_processor.keep_last_hidden_states = True
         self.requests = RequestBook(self.plan.bundle)
@@ -252,7 +248,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             step = replace(step, kept=tuple(kept))
         cut_done = time.perf_counter()
 
-        output, packed, row_N, offset_N, layout, graphed = self._verify(batch, window, block_BW, kept, lengths)
+        output, packed, row_N, offset_N, layout, graphed = self._verify(batch, window, block_BW, kept)
         info, logits_NV = batch.sampling_info, output.next_token_logits
         self._adjust(batch, rows, logits_NV, row_N, offset_N, block_BW, grammar_barrier)
         keeps_logits = batch.return_logprob and not (info is None or info.is_all_greedy)
@@ -274,7 +270,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         committed = commit_B.tolist()
         for known, bonus in zip(rows, outcome.bonus_B.tolist(), strict=True):
             known.anchor = bonus
-        self._keep(drafts, rows, slots, committed, output, block_BW, row_N, offset_N, outcome.bonus_B)
+        self._keep(drafts, rows, slots, committed, output, block_BW, row_N, offset_N)
         output.hidden_states = output.last_hidden_states = None
         verified = time.perf_counter()
 
@@ -358,7 +354,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             self._given_up.append(known)
 
     def _verify(
-        self, batch: Any, window: Any, block_BW: Tensor, kept: list[int], lengths: list[int]
+        self, batch: Any, window: Any, block_BW: Tensor, kept: list[int]
     ) -> tuple[Any, _Packed, Tensor, Tensor, Any, bool]:
         """One target forward over every row's anchor and kept proposals."""
         device, width = block_BW.device, self._width
@@ -431,7 +427,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
 
     def _keep(
         self, drafts: DraftRunner, rows: list[ServedRequest], slots: list[int], committed: list[int], output: Any,
-        block_BW: Tensor, row_N: Tensor, offset_N: Tensor, bonus_B: Tensor,
+        block_BW: Tensor, row_N: Tensor, offset_N: Tensor,
     ) -> None:  # fmt: skip
         """The states of the committed tokens wait for their entries."""
         chosen = [index for index, known in enumerate(rows) if known.states_of]

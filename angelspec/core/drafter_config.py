@@ -53,6 +53,16 @@ class _DecoderShape(BaseModel):
             raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         return self
 
+    @property
+    def cached_layers(self) -> int:
+        """Layers that keep keys and values of every token."""
+        raise NotImplementedError
+
+    @property
+    def cached_numbers_per_token(self) -> int:
+        """Numbers of keys and values that a server keeps per token."""
+        return 2 * self.cached_layers * self.num_kv_heads * self.head_dim
+
     def conflicts_with(self, geometry: TargetGeometry) -> list[str]:
         """Facts on which this drafter and a target disagree, one sentence each (empty: they fit)."""
         pairs = {
@@ -114,6 +124,11 @@ class BlockDrafterConfig(_DecoderShape):
         if (self.head == "correction") != (self.correction_intermediate_size is not None):
             raise ValueError("correction_intermediate_size belongs to head 'correction' and to it alone")
         return self
+
+    @property
+    def cached_layers(self) -> int:
+        """All of its layers."""
+        return self.num_layers
 
     @property
     def num_proposals(self) -> int:
@@ -186,6 +201,11 @@ class MtpDrafterConfig(_DecoderShape):
                 "embedding and vocabulary head are the target's"
             )
         return self
+
+    @property
+    def cached_layers(self) -> int:
+        """The one layer: only depth 0's keys and values last."""
+        return 1
 
     @property
     def num_proposals(self) -> int:

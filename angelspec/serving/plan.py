@@ -139,7 +139,7 @@ def make_plan(
     check_flags(given, device=hardware.device)
     geometry = resolved.target.geometry
     target_kv = geometry.num_layers * 2 * geometry.num_kv_heads * geometry.head_dim
-    numbers = {drafter.entry.name: drafter.kv_numbers_per_token for drafter in resolved.drafters}
+    numbers = {drafter.entry.name: drafter.config.cached_numbers_per_token for drafter in resolved.drafters}
     fewest, most = _CPU_POOL_TOKENS
     pool_tokens = min(most, max(fewest, _CPU_POOL_BYTES // (4 * (target_kv + sum(numbers.values())))))
     defaults = default_flags(

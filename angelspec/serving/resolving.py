@@ -108,12 +108,6 @@ class ResolvedDrafter:
         """The chat template's file that it was trained with, in place of the target's own."""
         return self.manifest.recipe.target.chat_template if self.manifest is not None else None
 
-    @property
-    def kv_numbers_per_token(self) -> int:
-        """Numbers that its keys and values take in the draft pool, per token."""
-        layers = self.config.num_layers if self.config.family == "block" else 1
-        return layers * 2 * self.config.num_kv_heads * self.config.head_dim
-
 
 @dataclass(frozen=True)
 class ResolvedBundle:

@@ -68,7 +68,7 @@ class ServedBlock(nn.Module):
     @property
     def depth(self) -> int:
         """Proposals per draft."""
-        return self.drafter.config.block_size - 1
+        return self.drafter.config.num_proposals
 
     @property
     def width(self) -> int:
@@ -140,7 +140,7 @@ class ServedMtp(nn.Module):
     @property
     def depth(self) -> int:
         """Proposals per draft."""
-        return self._depth or self.drafter.config.num_depths
+        return self._depth or self.drafter.config.num_proposals
 
     width = 1
 

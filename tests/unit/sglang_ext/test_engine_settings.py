@@ -102,13 +102,14 @@ def test_the_last_layer_cannot_be_tapped(bundle: Bundle) -> None:
 
 def test_another_target_is_named(bundle: Bundle) -> None:
     plan = settings.place_drafters(bundle)
-    fits = {
-        "hidden_size": GEOMETRY.hidden_size,
-        "num_layers": GEOMETRY.num_layers,
-        "vocab_size": GEOMETRY.vocab_size,
-    }
-    settings.check_target(plan, **fits)
-    with pytest.raises(BundleError, match=r"'dfly': vocab_size is \d+, but the target has 999"):
-        settings.check_target(plan, **{**fits, "vocab_size": 999})
+    settings.check_target(plan, GEOMETRY)
+    with pytest.raises(BundleError, match=r"'dfly': vocab_size is \d+ but the target has 999"):
+        settings.check_target(plan, GEOMETRY.model_copy(update={"vocab_size": 999}))
     with pytest.raises(BundleError, match=r"'mtp': target_num_layers"):
-        settings.check_target(plan, **{**fits, "num_layers": 2})
+        settings.check_target(plan, GEOMETRY.model_copy(update={"num_layers": 2}))
+
+
+def test_mtp_may_stop_earlier_but_not_go_deeper(bundle: Bundle) -> None:
+    assert settings.place_drafters(changed(bundle, "mtp", depth=2)).depth == 7
+    with pytest.raises(BundleError, match="'mtp' is mtp of depth 4"):
+        settings.place_drafters(changed(bundle, "mtp", depth=4))

@@ -40,15 +40,6 @@ def test_states_come_back_row_by_row_with_the_token_after_each(pending: PendingS
     assert waiting.last_B.tolist() == [1, 4]
 
 
-def test_a_lagging_drafter_leaves_each_row_s_last_state(pending: PendingStates) -> None:
-    pending.reset(0, 0)
-    add(pending, [0], [3], 20)
-    waiting = pending.take("a", [0], anchors=torch.tensor([99]), lag=1)
-    assert waiting is not None
-    assert waiting.position_N.tolist() == [0, 1]
-    assert waiting.next_N.tolist() == [21, 22]
-
-
 def test_drafters_reach_different_positions(pending: PendingStates) -> None:
     pending.reset(2, 4)
     add(pending, [2], [3], 50)
