@@ -157,7 +157,7 @@ class RequestBook:
             wishes = RequestLabel(route=label["route"], ratio=label["dcut"] or None)
             route = choose_route(self._bundle, wishes, workload=workload, mode=mode, batch_size=batch_size, costs=costs)
         except RequestError as error:  # the HTTP process refuses these; what comes from elsewhere is served plainly
-            workload, mode, route = "chat", None, Route((), None, False, None, f"plain: {error}")
+            workload, mode, route = "chat", None, Route((), False, None, f"plain: {error}")
         reason = plain_reason(
             params, has_grammar=req.grammar is not None, has_processor=req.custom_logit_processor is not None
         )

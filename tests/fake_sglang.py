@@ -226,7 +226,7 @@ def _handler(server: FakeSGLang):
             mode = label.mode or mode_family(server.bundle.target.mode_family).mode_of(arguments)
             workload = label.workload or "chat"
             route = choose_route(server.bundle, label, workload=workload, mode=mode, batch_size=1)
-            name = route.first or ("ar" if label.route == "ar" or not route.drafters else route.drafters[0])
+            name = route.drafters[0] if route.drafters else "ar"
             name = name if server.behaviour.extension else "ar"
             per_step = 1 if name == "ar" else server.behaviour.committed.get(name, 1)
             record = RequestRecord(route.why, workload, mode)

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from angelspec.core.acceptance import pool
+from angelspec.core.acceptance import AcceptanceCounts, pool
 from angelspec.core.calibration import Calibration
 from angelspec.core.errors import AngelspecError, BundleError, suggest
 from angelspec.core.files import write_json_atomic, write_text_atomic
@@ -33,7 +33,6 @@ from angelspec.core.workloads import WORKLOADS, Workload
 FORMAT_VERSION = 1
 """Raised when a bundle of an earlier version can no longer be read as is."""
 Family = Literal["block", "mtp"]
-FAMILIES: tuple[Family, ...] = get_args(Family)
 PLAIN, AUTO = "ar", "auto"
 """Routes that are no drafter: plain (autoregressive) decoding, and the choice by load."""
 
@@ -103,10 +102,8 @@ class CutSettings(BaseModel):
 
     model_config = _STRICT
 
-    enabled: bool = True
-    """False: everything that is drafted is verified."""
     ratio: float | None = Field(default=None, gt=0, le=1)
-    """A fixed keep ratio; None: the best of the grid, step by step."""
+    """A fixed keep ratio, 1 to verify everything that is drafted; None: the best of the grid, step by step."""
     ratios: tuple[float, ...] | None = None
     """The grid; None: every number of slots (never worse, and as fast)."""
 
@@ -114,12 +111,9 @@ class CutSettings(BaseModel):
     def _check(self) -> Self:
         if self.ratios is not None and (not self.ratios or not all(0 < r <= 1 for r in self.ratios)):
             raise ValueError("ratios must lie above 0 and at most at 1, and there must be one at least")
+        if self.ratio is not None and self.ratios is not None:
+            raise ValueError("ratio is fixed, so there is nothing to choose from ratios: give one of them")
         return self
-
-    @property
-    def fixed(self) -> float | None:
-        """The keep ratio that holds for every step, 1 without a cut; None: chosen step by step."""
-        return self.ratio if self.enabled else 1.0
 
 
 class WorkloadAcceptance(BaseModel):
@@ -140,6 +134,23 @@ class WorkloadAcceptance(BaseModel):
         if not all(0 <= b <= a for a, b in zip(values, values[1:], strict=False)):
             raise ValueError(f"cumulative {list(self.cumulative)} must lie in 0..1 and never rise")
         return self
+
+    @classmethod
+    def of(cls, counts: AcceptanceCounts, *, drafter: str, workload: Workload, depth: int) -> Self | None:
+        """What counters say of a drafter that proposes ``depth`` tokens; None: no step was verified to its full depth.
+
+        Raises:
+            BundleError: they were counted at a smaller depth.
+        """
+        if not counts.full_depth_steps:
+            return None
+        cumulative = counts.cumulative_acceptance[:depth]  # p_k is the same however much deeper it was drafted
+        if len(cumulative) < depth:
+            raise BundleError(
+                f"drafter '{drafter}' proposes {depth} tokens, but was measured on {workload} with {len(cumulative)}",
+                mend="measure it again: angelspec bundle create --measure",
+            )
+        return cls(drafter=drafter, workload=workload, cumulative=cumulative, steps=counts.full_depth_steps)
 
     @property
     def accepted_length(self) -> float:
@@ -200,8 +211,14 @@ class Bundle(BaseModel):
 
     @property
     def measured(self) -> dict[tuple[str, Workload], tuple[float, ...]]:
-        """p_k by (drafter, workload)."""
-        return {(item.drafter, item.workload): item.cumulative for item in self.acceptance}
+        """p_k by (drafter, workload); a workload that was not measured has the mean of a drafter's others."""
+        known = {(item.drafter, item.workload): item.cumulative for item in self.acceptance}
+        for drafter in {item.drafter for item in self.acceptance}:
+            own = [cumulative for (name, _), cumulative in known.items() if name == drafter]
+            mean = tuple(sum(values) / len(own) for values in zip(*own, strict=True))
+            for workload in WORKLOADS:
+                known.setdefault((drafter, workload), mean)
+        return known
 
     def stale_costs(self, here: MeasuredFor) -> list[str]:
         """Why the bundle's costs do not hold here (empty: they do)."""
@@ -357,6 +374,9 @@ def of_checkpoint(
         source: where it lies, as the bundle is to say it.
 
     Measurements are pooled over suites, finished and unfinished answers, at the lowest temperature measured.
+
+    Raises:
+        BundleError: they were made at a smaller depth than the drafter's.
     """
     config = manifest.drafter
     drafter = BundleDrafter(
@@ -372,13 +392,6 @@ def of_checkpoint(
     for workload in WORKLOADS:
         cells = [c for c in manifest.acceptance if c.workload == workload and c.temperature == coldest]
         counts = pool(counts for cell in cells for counts in (cell.finished, cell.unfinished))
-        if counts.full_depth_steps and len(counts.cumulative_acceptance) == drafter.depth:
-            measured.append(
-                WorkloadAcceptance(
-                    drafter=name,
-                    workload=workload,
-                    cumulative=counts.cumulative_acceptance,
-                    steps=counts.full_depth_steps,
-                )
-            )
+        item = WorkloadAcceptance.of(counts, drafter=name, workload=workload, depth=drafter.depth)
+        measured += [item] if item is not None else []
     return drafter, measured

@@ -1,13 +1,13 @@
-"""Which drafters may serve a request, and which one it starts with.
+"""Which drafters may serve a request.
 
 In this order: what the request asks for; the bundle's rules for its workload and mode; then load, which is a choice
-among plain decoding and every drafter of the request's mode. By load the one with the most expected tokens per second
-is taken, as if the whole batch used it:
+among plain decoding and every drafter of the request's mode. That choice is made anew every step, by
+``ops.step_planner``, from the bundle's measurements and from what it learns about the request. What is to be expected
+of each when the request comes, as if the whole batch used it, is said in ``why``:
 
     rate(d) = max_k B (1 + p_1 + .. + p_k) / (draft_d(B) + verify(B, B (k + 1))),   rate(plain) = B / verify(B, B)
 
-with p the measured acceptance of d on the workload. While the request runs, ``ops.step_planner`` chooses anew every
-step among the same drafters from what it learns about the request; a route that was asked for stays.
+with p the measured acceptance of d on the workload.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from angelspec.core.bundle import AUTO, PLAIN, Bundle, BundleDrafter
+from angelspec.core.bundle import AUTO, PLAIN, Bundle
 from angelspec.core.errors import RequestError, suggest
 from angelspec.core.modes import Mode
 from angelspec.core.request_label import RequestLabel
@@ -28,9 +28,7 @@ class Route:
     """The decision for one request."""
 
     drafters: tuple[str, ...]
-    """Those that may serve it, the first choice first; empty: plain decoding only."""
-    first: str | None
-    """The one to start with; None: plain decoding is the best start (the planner may still try the others)."""
+    """Those that may serve it, the one that is expected to pay most first; empty: plain decoding only."""
     forced: bool
     """Whether every step must be drafted for, pay or not: only where the request itself names a drafter."""
     ratio: float | None
@@ -71,7 +69,7 @@ def choose_route(
     Raises:
         RequestError: a route that does not exist, or whose drafter is trained for another mode.
     """
-    ratio = bundle.dcut.fixed if label.ratio is None else label.ratio
+    ratio = bundle.dcut.ratio if label.ratio is None else label.ratio
     if label.route != AUTO:
         return _named(bundle, label.route, mode=mode, ratio=ratio, forced=True, why="asked for by the request")
     for rule in bundle.routes:
@@ -113,7 +111,7 @@ def expectations(
 
 def _named(bundle: Bundle, route: str, *, mode: Mode | None, ratio: float | None, forced: bool, why: str) -> Route:
     if route == PLAIN:
-        return Route((), None, False, ratio, why)
+        return Route((), False, ratio, why)
     named = [drafter for drafter in bundle.drafters if drafter.name == route]
     known = named or [drafter for drafter in bundle.drafters if route in drafter.aliases]
     if not known:
@@ -128,7 +126,7 @@ def _named(bundle: Bundle, route: str, *, mode: Mode | None, ratio: float | None
             f"route '{route}' is trained for {modes}, but the request runs in {mode or 'another mode'}",
             mend=f"use a route of its mode, or one of: {AUTO}, {PLAIN}",
         )
-    return Route(tuple(drafter.name for drafter in fitting), fitting[0].name, forced, ratio, why)
+    return Route(tuple(drafter.name for drafter in fitting), forced, ratio, why)
 
 
 def _by_load(
@@ -143,32 +141,20 @@ def _by_load(
     drafters = bundle.of_mode(mode)
     names = tuple(drafter.name for drafter in drafters)
     if not drafters:
-        return Route((), None, False, ratio, f"no drafter is trained for {mode or 'this mode'}")
-    measured = [
-        (drafter.name, cumulative) for drafter in drafters if (cumulative := _acceptance(bundle, drafter, workload))
-    ]
+        return Route((), False, ratio, f"no drafter is trained for {mode or 'this mode'}")
+    measured = [(name, bundle.measured[name, workload]) for name in names if (name, workload) in bundle.measured]
     if costs is None:
-        return Route(names, None, False, ratio, "step costs are not measured")
+        return Route(names, False, ratio, "step costs are not measured")
     if not measured:
-        return Route(names, names[0], False, ratio, f"acceptance is not measured; trying {names[0]}")
+        return Route(names, False, ratio, "chosen step by step; acceptance is not measured")
     ranking = expectations(measured, costs=costs, batch_size=batch_size)
     if not ranking:
-        return Route(names, None, False, ratio, f"step costs are not measured for {batch_size} rows")
-    best, rest = ranking[0], ranking[1:]
-    why = f"{_shown(best)} expected for {workload} at {batch_size} rows"
-    if rest:
-        why += f" ({', '.join(_shown(option) for option in rest)})"
+        return Route(names, False, ratio, f"step costs are not measured for {batch_size} rows")
+    expected = ", ".join(_shown(option) for option in ranking)
+    why = f"chosen step by step; expected for {workload} at {batch_size} rows: {expected}"
     order = [option.drafter for option in ranking if option.drafter is not None]
-    return Route((*order, *(name for name in names if name not in order)), best.drafter, False, ratio, why)
+    return Route((*order, *(name for name in names if name not in order)), False, ratio, why)
 
 
 def _shown(option: Expectation) -> str:
     return f"{option.drafter or PLAIN} {option.tokens_per_second:.1f} tokens/s"
-
-
-def _acceptance(bundle: Bundle, drafter: BundleDrafter, workload: Workload) -> tuple[float, ...] | None:
-    """p_k on the workload, else the mean of those that were measured; None: none was."""
-    known = {item.workload: item.cumulative for item in bundle.acceptance if item.drafter == drafter.name}
-    if workload in known or not known:
-        return known.get(workload)
-    return tuple(sum(values) / len(known) for values in zip(*known.values(), strict=True))

@@ -1,11 +1,10 @@
 """What a mixed step costs, as a sum of measured parts: drafting by each drafter, and one verification.
 
-    seconds(B, n, T) = sum over drafters d with n_d > 0 of draft_d(n_d) + verify(B, T) [+ step + row * sum n_d]
+    seconds(B, n, T) = sum over drafters d with n_d > 0 of draft_d(n_d) + verify(B, T)
 
 B rows run, n_d of them are drafted for by drafter d, and the target verifies T slots in all, anchors counted
 (B <= T). ``verify(B, B)`` is plain decoding. The parts are profiled apart because a table of whole steps would need
-every mixture of drafters, batch size and width; the bracket is what whole steps take beyond their parts (bookkeeping
-of a step that drafts), fitted by ``StepCosts.fitted``, and ``StepCosts.check`` says how far the sum is off.
+every mixture of drafters, batch size and width.
 
 Between profiled points the parts are linear: drafting in its rows, verification in its slots per row and then in the
 batch size. Where the engine pads slots to tiers (CUDA graphs), a step costs what its tier costs.
@@ -14,8 +13,7 @@ batch size. Where the engine pads slots to tiers (CUDA graphs), a step costs wha
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -88,39 +86,6 @@ class MeasuredFor(BaseModel):
         ]
 
 
-@dataclass(frozen=True)
-class MeasuredStep:
-    """A whole step as it was timed."""
-
-    batch_size: int
-    drafted: Mapping[str, int]
-    """Rows by drafter; empty: a plain step."""
-    slots: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class CostError:
-    """How far predicted seconds are from measured ones: (predicted - measured) / measured."""
-
-    steps: int
-    mean: float
-    """Of the absolute error."""
-    worst: float
-    """The error furthest from 0, with its sign."""
-    worst_step: MeasuredStep | None
-
-    def __str__(self) -> str:
-        if self.worst_step is None:
-            return "no measured step is covered by the profile"
-        step = self.worst_step
-        drafted = ", ".join(f"{rows} by {name}" for name, rows in step.drafted.items()) or "none"
-        return (
-            f"mean {self.mean:.1%} over {self.steps} steps, worst {self.worst:+.1%} "
-            f"({step.batch_size} rows, drafted: {drafted}, {step.slots} slots, {step.seconds * 1e3:.1f} ms)"
-        )
-
-
 class StepCosts(BaseModel):
     """Measured parts of a step."""
 
@@ -135,10 +100,6 @@ class StepCosts(BaseModel):
     verification: tuple[VerifyPoint, ...] = ()
     tiers: tuple[int, ...] = ()
     """Slot counts that the engine pads a verification to, ascending; empty: it does not pad."""
-    step_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """What a step that drafts takes beyond its parts."""
-    row_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """The same, per drafted row."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -169,21 +130,34 @@ class StepCosts(BaseModel):
             return None
         return _linear(points, rows)
 
+    def drafting_seconds(self, drafted: Mapping[str, int]) -> float | None:
+        """Everything but verification, for rows by drafter; 0 for none, None where nothing comparable was profiled."""
+        parts = [self.draft_seconds(name, rows) for name, rows in drafted.items()]
+        return None if None in parts else sum(part for part in parts if part is not None)
+
     def verify_seconds(self, batch_size: int, slots: int) -> float | None:
         """Verification of ``slots`` slots over ``batch_size`` rows, None where nothing comparable was profiled."""
-        if self.tiers:
-            index = bisect_left(self.tiers, slots)
-            slots = self.tiers[index] if index < len(self.tiers) else slots
+        curve = self.verify_curve(batch_size, (slots,))
+        return None if curve is None else curve[0]
+
+    def verify_curve(self, batch_size: int, slots: Iterable[int]) -> list[float] | None:
+        """The same for many numbers of slots at once."""
         by_batch: dict[int, list[tuple[float, float]]] = {}
-        for p in self.verification:
+        for p in sorted(self.verification, key=lambda p: (p.batch_size, p.slots)):
             by_batch.setdefault(p.batch_size, []).append((p.slots / p.batch_size, p.seconds))
-        if not by_batch or batch_size > REACH * max(by_batch):
+        sizes = list(by_batch)
+        if not sizes or batch_size > REACH * sizes[-1]:
             return None
-        sizes = sorted(by_batch)
         index = min(max(bisect_left(sizes, batch_size), 1), max(len(sizes) - 1, 1))
         near = sizes[index - 1 : index + 1]  # the two that enclose it, or the last two beyond the end
-        width = slots / batch_size
-        return _linear([(size, _linear(sorted(by_batch[size]), width)) for size in near], batch_size)
+        return [
+            _linear([(size, _linear(by_batch[size], self._padded(number) / batch_size)) for size in near], batch_size)
+            for number in slots
+        ]
+
+    def _padded(self, slots: int) -> int:
+        index = bisect_left(self.tiers, slots)
+        return self.tiers[index] if index < len(self.tiers) else slots
 
     def seconds(self, batch_size: int, *, drafted: Mapping[str, int], slots: int) -> float | None:
         """A whole step, None where a part is not known.
@@ -192,59 +166,8 @@ class StepCosts(BaseModel):
             drafted: rows by drafter.
             slots: verified slots of the batch, anchors counted.
         """
-        parts = [self.draft_seconds(name, rows) for name, rows in drafted.items()]
-        verify = self.verify_seconds(batch_size, slots)
-        if verify is None or any(part is None for part in parts):
-            return None
-        rows = sum(drafted.values())
-        beyond = self.step_seconds + self.row_seconds * rows if rows else 0.0
-        return sum(part for part in parts if part is not None) + verify + beyond
-
-    # ---------------------------------------------------------------------------------- whole mixed steps
-
-    def check(self, steps: Sequence[MeasuredStep]) -> CostError:
-        """Compare with whole steps; ones that the profile does not cover are left out."""
-        errors = []
-        for step in steps:
-            predicted = self.seconds(step.batch_size, drafted=step.drafted, slots=step.slots)
-            if predicted is not None:
-                errors.append((predicted / step.seconds - 1, step))
-        if not errors:
-            return CostError(0, 0.0, 0.0, None)
-        worst, worst_step = max(errors, key=lambda item: abs(item[0]))
-        return CostError(len(errors), sum(abs(e) for e, _ in errors) / len(errors), worst, worst_step)
-
-    def fitted(self, steps: Sequence[MeasuredStep]) -> StepCosts:
-        """These costs with ``step_seconds`` and ``row_seconds`` chosen so that drafting steps come out best.
-
-        Least squares of the relative error, neither of the two negative.
-        """
-        parts = self.model_copy(update={"step_seconds": 0.0, "row_seconds": 0.0})
-        left = []  # (weight, drafted rows, seconds beyond the parts)
-        for step in steps:
-            rows = sum(step.drafted.values())
-            known = parts.seconds(step.batch_size, drafted=step.drafted, slots=step.slots)
-            if rows and known is not None:
-                left.append((1 / step.seconds**2, rows, step.seconds - known))
-        w, wn, wnn, wy, wny = (
-            sum(weight * rows**power * beyond**order for weight, rows, beyond in left)
-            for power, order in ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
-        )
-        candidates = [(0.0, 0.0)]
-        if w:
-            candidates += [(max(wy / w, 0.0), 0.0), (0.0, max(wny / wnn, 0.0))]
-            determinant = w * wnn - wn * wn
-            if determinant > 1e-12 * w * wnn:
-                both = ((wnn * wy - wn * wny) / determinant, (w * wny - wn * wy) / determinant)
-                if min(both) >= 0:
-                    candidates.append(both)
-
-        def loss(candidate: tuple[float, float]) -> float:
-            step, row = candidate
-            return sum(weight * (beyond - step - row * rows) ** 2 for weight, rows, beyond in left)
-
-        step, row = min(candidates, key=loss)
-        return parts.model_copy(update={"step_seconds": step, "row_seconds": row})
+        drafting, verify = self.drafting_seconds(drafted), self.verify_seconds(batch_size, slots)
+        return None if drafting is None or verify is None else drafting + verify
 
 
 def _linear(points: Sequence[tuple[float, float]], x: float) -> float:

@@ -17,6 +17,7 @@ Legend: B rows, K proposals.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +39,11 @@ class Row:
     """Whether the row must be drafted for (by the best of its drafters), whatever it costs."""
 
 
+def rows_per_drafter(drafters: Sequence[str | None]) -> dict[str, int]:
+    """How many rows each drafter has; None is plain decoding."""
+    return dict(Counter(name for name in drafters if name is not None))
+
+
 @dataclass(frozen=True)
 class DraftPlan:
     """Phase 1's decision."""
@@ -52,11 +58,7 @@ class DraftPlan:
     @property
     def drafted(self) -> dict[str, int]:
         """Rows by drafter."""
-        counts: dict[str, int] = {}
-        for name in self.drafters:
-            if name is not None:
-                counts[name] = counts.get(name, 0) + 1
-        return counts
+        return rows_per_drafter(self.drafters)
 
 
 class CostCurves:
@@ -71,28 +73,22 @@ class CostCurves:
         self.costs = costs
         self._depth = depth
         self._verify: dict[int, np.ndarray | None] = {}
-        self._draft: dict[tuple[str, int], float | None] = {}
+        self._draft: dict[tuple[tuple[str, int], ...], float | None] = {}
 
     def verify(self, batch_size: int) -> np.ndarray | None:
         """Seconds by slots beyond the anchors, from 0 to the largest depth for every row; None if not known."""
         if batch_size not in self._verify:
             slots = range(batch_size, batch_size * (self._depth + 1) + 1)
-            seconds = [self.costs.verify_seconds(batch_size, number) for number in slots]
-            self._verify[batch_size] = None if None in seconds else np.array(seconds)
+            seconds = self.costs.verify_curve(batch_size, slots)
+            self._verify[batch_size] = None if seconds is None else np.array(seconds)
         return self._verify[batch_size]
 
     def draft(self, drafted: Mapping[str, int]) -> float | None:
-        """Seconds of everything but verification, 0 if no row is drafted for; None if not known."""
-        total = 0.0
-        for name, rows in drafted.items():
-            key = (name, rows)
-            if key not in self._draft:
-                self._draft[key] = self.costs.draft_seconds(name, rows)
-            if self._draft[key] is None:
-                return None
-            total += self._draft[key]
-        rows = sum(drafted.values())
-        return total + (self.costs.step_seconds + self.costs.row_seconds * rows if rows else 0.0)
+        """See ``StepCosts.drafting_seconds``."""
+        key = tuple(sorted(drafted.items()))
+        if key not in self._draft:
+            self._draft[key] = self.costs.drafting_seconds(drafted)
+        return self._draft[key]
 
     def seconds(self, batch_size: int, *, drafted: Mapping[str, int]) -> Callable[[int, int], float | None]:
         """``(batch size, slots) -> seconds`` of a whole step with these drafted rows, as ``choose_cut`` asks it."""

@@ -20,7 +20,15 @@ from angelspec.core.calibration import evidence
 from angelspec.core.estimates import Estimates, ProbeBudget
 from angelspec.core.step_costs import StepCosts
 from angelspec.core.workloads import Workload
-from angelspec.ops.step_plan import CostCurves, DraftPlan, Row, fixed_cut, plan_drafting, plan_verification
+from angelspec.ops.step_plan import (
+    CostCurves,
+    DraftPlan,
+    Row,
+    fixed_cut,
+    plan_drafting,
+    plan_verification,
+    rows_per_drafter,
+)
 
 _STARVED_AFTER = 4
 """A row that was drafted for so many times in a row without a verified proposal is owed one."""
@@ -229,7 +237,7 @@ class StepPlanner:
                 continue
             request, instead = step.requests[index], drafters[index]
             without, planned, probing = (
-                self._curves.draft(_count([*drafters[:index], one, *drafters[index + 1 :]]))
+                self._curves.draft(rows_per_drafter([*drafters[:index], one, *drafters[index + 1 :]]))
                 for one in (None, instead, name)
             )
             if without is None or planned is None or probing is None:
@@ -252,11 +260,3 @@ class StepPlanner:
             for k, survival in enumerate(self._estimates.survivals(request, drafter))
             if k < owed or survival > price
         )
-
-
-def _count(drafters: Sequence[str | None]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name in drafters:
-        if name is not None:
-            counts[name] = counts.get(name, 0) + 1
-    return counts

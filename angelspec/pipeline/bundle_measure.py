@@ -81,11 +81,6 @@ def measure_bundle(
             (result,) = measure(target, [proposer], [suite], settings=settings, advance=meter)
         for workload in WORKLOADS:
             counts = pool(result.pooled(finished=finished, workload=workload).counts for finished in (True, False))
-            cumulative = counts.cumulative_acceptance[: entry.depth]
-            if counts.full_depth_steps and len(cumulative) == entry.depth:
-                found.append(
-                    WorkloadAcceptance(
-                        drafter=entry.name, workload=workload, cumulative=cumulative, steps=counts.full_depth_steps
-                    )
-                )
+            item = WorkloadAcceptance.of(counts, drafter=entry.name, workload=workload, depth=entry.depth)
+            found += [item] if item is not None else []
     return found

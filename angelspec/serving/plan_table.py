@@ -100,7 +100,7 @@ def _plan_facts(plan: ServePlan) -> list[tuple[str, str]]:
         ("engine", f"SGLang {plan.engine_version} with {len(plan.resolved.drafters)} drafter(s) in one process"),
         ("hardware", f"{plan.hardware.device}: {plan.hardware.description}"),
         ("extra pools", pool),
-        ("D-cut", "off" if not cut.enabled else "step by step" if cut.ratio is None else f"ratio {cut.ratio:g}"),
+        ("D-cut", "step by step" if cut.ratio is None else "off" if cut.ratio == 1 else f"ratio {cut.ratio:g}"),
         ("flags", shlex.join(word for flag in plan.flags for word in flag.shown) or "none"),
         ("address", plan.url),
     ]  # fmt: skip

@@ -169,11 +169,6 @@ def test_what_should_have_happened_happened(served: tuple[str, dict[str, Any]]) 
     if setting == "overlap, retraction":
         assert counted["prefilled_again"] > 0, "nothing was retracted"
     assert counted["fallbacks"].get("lost states", 0) == 0
-    assert counted["committed_tokens"] > 1.3 * sum(
-        answer["meta"]["angelspec"]["steps_by_route"].get("dfly", 0)
-        for answer in told["answers"].values()
-        if "meta" in answer
-    )
 
 
 def test_the_metadata_adds_up(served: tuple[str, dict[str, Any]]) -> None:
@@ -198,8 +193,16 @@ def test_routes_are_followed(served: tuple[str, dict[str, Any]]) -> None:
 
 
 def test_replayed_drafts_are_accepted(served: tuple[str, dict[str, Any]]) -> None:
-    request = next(one for one in requests() if one["label"] == {"route": "dfly"})
-    assert served[1]["answers"][request["rid"]]["meta"]["angelspec"]["accepted_length"] > 3
+    """Right nine times in ten at each of seven positions: 1 + 0.9 + .. + 0.9^7 = 5.7 tokens a step, less the cut."""
+    forced = [served[1]["answers"][one["rid"]]["meta"]["angelspec"] for one in requests() if is_plain_dfly(one)]
+    steps = sum(said["verify_steps"] for said in forced)
+    assert len(forced) > 1
+    assert sum(said["accepted_length"] * said["verify_steps"] for said in forced) / steps > 3
+
+
+def is_plain_dfly(request: dict[str, Any]) -> bool:
+    """Whether nothing but the cut keeps the replay drafter from its length."""
+    return request["label"] == {"route": "dfly"} and len(request["params"]) == 3
 
 
 def test_history_dependent_parameters_run_at_width_1(served: tuple[str, dict[str, Any]]) -> None:

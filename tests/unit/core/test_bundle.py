@@ -5,8 +5,8 @@ import json
 import pytest
 import yaml
 
-from angelspec.core.acceptance import count_steps
-from angelspec.core.bundle import Bundle, check_bundle, load_bundle, of_checkpoint, parse_bundle
+from angelspec.core.acceptance import AcceptanceCounts, count_steps
+from angelspec.core.bundle import Bundle, WorkloadAcceptance, check_bundle, load_bundle, of_checkpoint, parse_bundle
 from angelspec.core.calibration import Calibration
 from angelspec.core.errors import BundleError
 from angelspec.core.manifest import DrafterManifest, MeasuredAcceptance, TargetIdentity, TrainingRecord
@@ -58,7 +58,8 @@ def test_written_and_read_is_the_same(name, tmp_path):
         bundle = _bundle(**changes)
         path = bundle.save(tmp_path / name)
         assert load_bundle(path) == bundle.located(tmp_path)
-    assert json.loads(path.read_text())["format_version"] == 1 if name.endswith("json") else True
+    read = json.loads if name.endswith("json") else yaml.safe_load
+    assert read(path.read_text())["format_version"] == 1
 
 
 def test_a_person_writes_little(tmp_path):
@@ -80,7 +81,7 @@ def test_paths_are_relative_to_the_file(tmp_path):
 def test_lookups():
     bundle = _bundle(**_measured())
     assert bundle.depths == {"mtp": 3, "dfly": 7}
-    assert bundle.measured == {("mtp", "chat"): (0.8, 0.6, 0.5)}
+    assert bundle.measured == {("mtp", workload): (0.8, 0.6, 0.5) for workload in ("chat", "code", "math")}
     assert bundle.acceptance[0].accepted_length == pytest.approx(2.9)
     assert [d.name for d in bundle.of_mode("no-think")] == ["mtp", "dfly"]
     assert bundle.of_mode("high-think") == bundle.of_mode(None) == ()
@@ -98,9 +99,32 @@ def test_costs_hold_only_where_they_were_measured():
 
 
 def test_settings_of_the_cut():
-    assert _bundle().dcut.fixed is None
-    assert _bundle(dcut={"enabled": False}).dcut.fixed == 1.0
-    assert _bundle(dcut={"ratio": 0.5}).dcut.fixed == 0.5
+    assert _bundle().dcut.ratio is None
+    assert _bundle(dcut={"ratio": 0.5}).dcut.ratio == 0.5
+    with pytest.raises(BundleError, match="ratio is fixed, so there is nothing to choose from ratios"):
+        _bundle(dcut={"ratio": 0.5, "ratios": [0.25, 0.5]})
+
+
+def test_a_workload_that_was_not_measured_has_the_mean_of_the_others():
+    acceptance = [
+        {"drafter": "mtp", "workload": "chat", "cumulative": [0.8, 0.6, 0.5], "steps": 200},
+        {"drafter": "mtp", "workload": "code", "cumulative": [0.6, 0.4, 0.1], "steps": 200},
+    ]
+    measured = _bundle(acceptance=acceptance).measured
+    assert measured["mtp", "math"] == pytest.approx((0.7, 0.5, 0.3))
+    assert ("dfly", "math") not in measured
+
+
+def test_counters_become_acceptance_at_the_depth_that_is_drafted():
+    counts = AcceptanceCounts(
+        generated_tokens=30, verify_steps=20, proposed_tokens=60, drafted_tokens=60, full_depth_steps=20,
+        accepted_through=(6, 3, 1),
+    )  # fmt: skip
+    cut = WorkloadAcceptance.of(counts, drafter="x", workload="code", depth=2)
+    assert cut.cumulative == (0.3, 0.15) and cut.steps == 20
+    with pytest.raises(BundleError, match="'x' proposes 7 tokens, but was measured on code with 3"):
+        WorkloadAcceptance.of(counts, drafter="x", workload="code", depth=7)
+    assert WorkloadAcceptance.of(AcceptanceCounts(), drafter="x", workload="code", depth=7) is None
 
 
 DRAFTER = {"name": "x", "source": "./x", "family": "mtp", "mode": "no-think", "depth": 3}

@@ -54,10 +54,10 @@ def _route(bundle=None, label=None, *, costs="default", workload="chat", mode="n
 
 def test_a_request_is_given_what_it_asks_for():
     route = _route(label=RequestLabel(route="dfly", ratio=0.5))
-    assert (route.drafters, route.first, route.forced, route.ratio) == (("dfly",), "dfly", True, 0.5)
+    assert (route.drafters, route.forced, route.ratio) == (("dfly",), True, 0.5)
     assert route.why == "asked for by the request"
     plain = _route(label=RequestLabel(route="ar"))
-    assert (plain.drafters, plain.first, plain.forced) == ((), None, False)
+    assert (plain.drafters, plain.forced) == ((), False)
 
 
 def test_a_route_may_be_an_algorithm_or_a_family_of_the_requests_mode():
@@ -91,32 +91,31 @@ def test_the_bundles_rules_come_before_load_and_do_not_force():
 
 def test_load_decides_among_the_drafters_of_the_mode():
     alone = _route(costs=_costs(slot=0.0005, block=(0.012, 0.02)))
-    assert alone.first == "dfly" and alone.drafters == ("dfly", "mtp")
+    assert alone.drafters == ("dfly", "mtp")
     crowded = _route(costs=_costs(slot=0.0005, block=(0.012, 0.02)), batch_size=32)
-    assert crowded.first == "mtp" and crowded.drafters == ("mtp", "dfly")
-    assert "mtp " in crowded.why and "expected for chat at 32 rows (" in crowded.why
+    assert crowded.drafters == ("mtp", "dfly")
+    assert "chosen step by step; expected for chat at 32 rows: mtp " in crowded.why
 
 
 def test_plain_decoding_is_a_choice_like_the_others():
     dear = _route(costs=_costs(slot=0.05))
-    assert dear.first is None and set(dear.drafters) == {"mtp", "dfly"}
-    assert dear.why.startswith("ar ")
+    assert set(dear.drafters) == {"mtp", "dfly"}
+    assert "rows: ar " in dear.why
 
 
 def test_the_workload_counts():
     costs = _costs(slot=0.004, block=(0.03, 0.003), mtp=(0.005, 0.001))
-    assert _route(costs=costs, workload="chat").first == "mtp"
-    assert _route(costs=costs, workload="code").first == "dfly"
-    assert _route(costs=costs, workload="math").first is not None  # not measured: the mean of what was
+    assert _route(costs=costs, workload="chat").drafters[0] == "mtp"
+    assert _route(costs=costs, workload="code").drafters[0] == "dfly"
+    assert "expected for math" in _route(costs=costs, workload="math").why  # not measured: the mean of what was
 
 
 def test_what_is_not_known_is_said():
     assert _route(mode=None).why == "no drafter is trained for this mode"
     assert _route(costs=None).why == "step costs are not measured"
-    assert _route(costs=None).first is None
     assert _route(batch_size=500).why == "step costs are not measured for 500 rows"
     unmeasured = _route(_bundle(acceptance=[]))
-    assert unmeasured.first == "mtp" and "acceptance is not measured" in unmeasured.why
+    assert unmeasured.drafters == ("mtp", "dfly") and "acceptance is not measured" in unmeasured.why
 
 
 def test_expectations_are_the_best_depth_of_each():
@@ -126,7 +125,7 @@ def test_expectations_are_the_best_depth_of_each():
 
 
 def test_the_cut_of_the_bundle_holds_unless_the_request_says_otherwise():
-    bundle = _bundle(dcut={"enabled": False})
+    bundle = _bundle(dcut={"ratio": 1.0})
     assert _route(bundle).ratio == 1.0
     assert _route(bundle, RequestLabel(ratio=0.25)).ratio == 0.25
     assert _route().ratio is None

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from angelspec.core.step_costs import DraftPoint, MeasuredFor, MeasuredStep, StepCosts, VerifyPoint
+from angelspec.core.step_costs import DraftPoint, MeasuredFor, StepCosts, VerifyPoint
 
 
 def _costs(**changes):
@@ -45,10 +45,10 @@ def test_a_falling_end_is_not_extrapolated_downwards():
 
 
 def test_a_whole_step_is_the_sum_of_its_parts():
-    costs = _costs(step_seconds=0.01, row_seconds=0.001)
+    costs = _costs()
     whole = costs.seconds(8, drafted={"dfly": 3, "mtp": 4}, slots=32)
-    assert whole == pytest.approx(costs.draft_seconds("dfly", 3) + 0.4 + 8 * 1.3 + 0.01 + 0.007)
-    assert costs.seconds(8, drafted={}, slots=8) == pytest.approx(8.0)  # plain: nothing beyond verification
+    assert whole == pytest.approx(costs.draft_seconds("dfly", 3) + 0.4 + 8 * 1.3)
+    assert costs.seconds(8, drafted={}, slots=8) == pytest.approx(8.0)
     assert costs.seconds(8, drafted={"unknown": 1}, slots=16) is None
     assert StepCosts().seconds(1, drafted={}, slots=1) is None
 
@@ -58,41 +58,6 @@ def test_tiers_cost_what_they_are_padded_to():
     assert costs.verify_seconds(4, 5) == costs.verify_seconds(4, 16) == pytest.approx(4 * 1.3)
     assert costs.verify_seconds(4, 4) == pytest.approx(4)
     assert costs.verify_seconds(8, 40) == pytest.approx(8 * 1.4)  # beyond the last tier: as it is
-
-
-def test_the_fit_recovers_what_steps_take_beyond_their_parts():
-    bare = _costs()
-    true = bare.model_copy(update={"step_seconds": 0.3, "row_seconds": 0.05})
-    steps = [
-        MeasuredStep(batch, {"dfly": rows}, slots, true.seconds(batch, drafted={"dfly": rows}, slots=slots))
-        for batch in (1, 4, 8)
-        for rows in range(1, batch + 1)
-        for slots in (batch + rows, batch + 4 * rows)
-    ]
-    fitted = bare.fitted(steps)
-    assert (fitted.step_seconds, fitted.row_seconds) == pytest.approx((0.3, 0.05))
-    assert fitted.check(steps).worst == pytest.approx(0, abs=1e-9)
-    error = bare.check(steps)
-    assert error.worst < -0.05 and error.worst_step in steps and error.steps == len(steps)
-    assert "worst -" in str(error) and "dfly" in str(error)
-
-
-def test_the_fit_never_goes_below_zero_and_needs_steps():
-    bare = _costs()
-    quicker = [MeasuredStep(4, {"dfly": 4}, 16, 0.5 * bare.seconds(4, drafted={"dfly": 4}, slots=16))]
-    assert bare.fitted(quicker) == bare
-    assert bare.fitted([]) == bare
-    unknown = [MeasuredStep(64, {"dfly": 4}, 128, 1.0)]
-    assert bare.fitted(unknown) == bare
-    assert bare.check(unknown).steps == 0 and "no measured step" in str(bare.check(unknown))
-
-
-def test_a_fit_to_steps_of_one_size_is_not_a_guess():
-    bare = _costs()
-    steps = [MeasuredStep(4, {"dfly": 4}, 16, bare.seconds(4, drafted={"dfly": 4}, slots=16) + 0.2)] * 2
-    fitted = bare.fitted(steps)
-    assert fitted.check(steps).worst == pytest.approx(0, abs=1e-9)
-    assert min(fitted.step_seconds, fitted.row_seconds) == 0  # one number explains it: the other stays 0
 
 
 def test_refusals():

@@ -45,7 +45,7 @@ def test_a_label_decides_and_the_mode_chooses_the_drafters(bundle: Bundle) -> No
         costs=None,
     )
     assert new == rows
-    assert (rows[0].route.first, rows[0].route.forced, rows[0].workload) == ("dfly", True, "code")
+    assert (rows[0].route.drafters[0], rows[0].route.forced, rows[0].workload) == ("dfly", True, "code")
     assert rows[0].states_of == rows[2].states_of == ("mtp", "dfly")
     assert (rows[1].mode, rows[1].states_of) == ("high-think", ("think",))
     assert book.rows([request("d")], costs=None)[1] and len(book) == 4
