@@ -336,24 +336,24 @@ def _contradictions(bundle: Bundle) -> list[str]:
         if rule.route not in (PLAIN, AUTO) and rule.route not in by_name:
             allowed = [*names, PLAIN, AUTO]
             wrong.append(
-                f"routes[{index}].route: no drafter '{rule.route}'{suggest(rule.route, allowed)}; "
+                f"routes.{index}.route: no drafter '{rule.route}'{suggest(rule.route, allowed)}; "
                 f"allowed: {', '.join(allowed)}"
             )
         elif rule.route in by_name and rule.mode not in (None, by_name[rule.route].mode):
             wrong.append(
-                f"routes[{index}]: drafter '{rule.route}' is trained for {by_name[rule.route].mode}, not {rule.mode}"
+                f"routes.{index}: drafter '{rule.route}' is trained for {by_name[rule.route].mode}, not {rule.mode}"
             )
     measured = [(item.drafter, item.workload) for item in bundle.acceptance]
     for index, item in enumerate(bundle.acceptance):
         if item.drafter not in by_name:
-            wrong.append(f"acceptance[{index}].drafter: no drafter '{item.drafter}'{suggest(item.drafter, names)}")
+            wrong.append(f"acceptance.{index}.drafter: no drafter '{item.drafter}'{suggest(item.drafter, names)}")
         elif len(item.cumulative) != by_name[item.drafter].depth:
             wrong.append(
-                f"acceptance[{index}].cumulative: {len(item.cumulative)} numbers, but '{item.drafter}' proposes "
+                f"acceptance.{index}.cumulative: {len(item.cumulative)} numbers, but '{item.drafter}' proposes "
                 f"{by_name[item.drafter].depth} tokens"
             )
         if measured.index((item.drafter, item.workload)) != index:
-            wrong.append(f"acceptance[{index}]: '{item.drafter}' on {item.workload} is given twice")
+            wrong.append(f"acceptance.{index}: '{item.drafter}' on {item.workload} is given twice")
     for name in bundle.calibrations:
         if name not in by_name:
             wrong.append(f"calibrations.{name}: no drafter '{name}'{suggest(name, names)}")

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from angelspec.core.errors import RecipeError, suggest
 from angelspec.core.locations import resource_folder
 from angelspec.core.modes import Mode
+from angelspec.core.problems import problems
 from angelspec.core.recipe import Recipe
 from angelspec.core.recipe_files import load_recipe
 from angelspec.core.workloads import Workload
@@ -159,5 +160,5 @@ def load_comparison(name_or_path: str) -> Comparison:
     try:
         return Comparison.model_validate(document)
     except ValidationError as error:
-        lines = [f"  - {'.'.join(map(str, item['loc'])) or 'comparison'}: {item['msg']}" for item in error.errors()]
-        raise RecipeError(f"{path}:\n" + "\n".join(lines)) from None
+        lines = problems(error, Comparison, whole="comparison")
+        raise RecipeError(f"{path}:\n" + "\n".join(f"  - {line}" for line in lines)) from None

@@ -3,61 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 
 from angelspec.core.errors import suggest
 
 
-def problems(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """One line for each problem that validating a document against ``model`` found."""
-    return [_explain(item, model) for item in error.errors()]
+def problems(
+    error: ValidationError,
+    model: type[BaseModel],
+    *,
+    whole: str = "",
+    under: Sequence[str | int] = (),
+    allowed: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> list[str]:
+    """One line for each problem that validating a document against ``model`` found.
+
+    Args:
+        whole: what a problem of the document as such is called; empty: nothing.
+        under: the keys under which the document stands in the file that the reader knows.
+        allowed: by key, what it may hold, where the section that was read knows a part of it alone.
+    """
+    lines = []
+    for item in error.errors():
+        location, holder = _follow(model, item["loc"])
+        key = ".".join(map(str, (*under, *location))) or whole
+        lines.append(_explain(item, key, location, holder, allowed))
+    return lines
 
 
-def _explain(item: Mapping[str, Any], model: type[BaseModel]) -> str:
-    location = tuple(part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-")))
-    key = _shown(location)
+def _explain(
+    item: Mapping[str, Any],
+    key: str,
+    location: Sequence[Any],
+    holder: type[BaseModel] | None,
+    known: Mapping[str, Sequence[str]],
+) -> str:
     kind, context, given = item["type"], item.get("ctx") or {}, item.get("input")
     if kind == "extra_forbidden":
-        allowed = _fields_at(model, location[:-1])
+        allowed = list(holder.model_fields) if holder is not None else []
         return f"{key}: unknown key{suggest(str(location[-1]), allowed)}; allowed: {', '.join(allowed)}"
     if kind == "missing":
         return f"{key}: is required"
     if kind == "literal_error":
-        allowed = [part.strip("' ") for part in context["expected"].replace(" or ", ",").split(",")]
+        told = [part.strip("' ") for part in context["expected"].replace(" or ", ",").split(",")]
+        allowed = known.get(key, told)
         return f"{key}: {given!r} is not allowed{suggest(str(given), allowed)}; allowed: {', '.join(allowed)}"
     shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool | NoneType) else ""
-    return (
-        f"{key}: {item['msg'].removeprefix('Value error, ')}{shown}"
-        if key
-        else item["msg"].removeprefix("Value error, ")
-    )
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}{shown}" if key else message
 
 
-def _shown(location: Sequence[Any]) -> str:
-    text = ""
+def _follow(model: type[BaseModel], location: Sequence[Any]) -> tuple[tuple[Any, ...], type[BaseModel] | None]:
+    """The keys of a location as a person wrote them, and the model that holds the last one.
+
+    Where a key may hold one of several sections pydantic names the kind that it read, which is no key.
+    """
+    kinds: list[tuple[str, type[BaseModel]]] = [("", model)]
+    keys: list[Any] = []
+    holder: type[BaseModel] | None = model
     for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
-
-
-def _fields_at(model: type[BaseModel], location: Sequence[Any]) -> list[str]:
-    current: type[BaseModel] | None = model
-    for part in location:
-        if current is None or isinstance(part, int):
+        if isinstance(part, str) and part.startswith("function-"):
             continue
-        field = current.model_fields.get(part)
-        if field is not None:  # otherwise the part is a key of a mapping, whose values are of the model at hand
-            current = _model_in(field.annotation)
-    return list(current.model_fields) if current is not None else []
+        read = [(kind, one) for kind, one in kinds if len(kinds) > 1 and kind == part]
+        if read:
+            kinds = read
+            continue
+        keys.append(part)
+        holder = kinds[0][1] if kinds else None
+        field = holder.model_fields.get(part) if holder is not None and isinstance(part, str) else None
+        if field is not None:  # otherwise it is a place in a list or mapping, whose values are of the model at hand
+            kinds = _kinds_in(field.annotation)
+    return tuple(keys), holder
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that an annotation names, in order, inside unions, tuples and Annotated."""
+    return [model for _, model in _kinds_in(annotation)]
+
+
+def _kinds_in(annotation: Any, tag: str = "") -> list[tuple[str, type[BaseModel]]]:
+    """The same with the tag of each, by which pydantic names it."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
+        return [(tag, annotation)]
     if get_origin(annotation) is Literal:
-        return None
-    found = (_model_in(argument) for argument in get_args(annotation))
-    return next((model for model in found if model is not None), None)
+        return []
+    parts = get_args(annotation)
+    tag = next((part.tag for part in parts if isinstance(part, Tag)), tag)
+    return [found for part in parts for found in _kinds_in(part, tag)]

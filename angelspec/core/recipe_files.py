@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from angelspec.core.drafter_config import ALGORITHM_PARTS, DrafterConfig
+from angelspec.core.drafter_config import ALGORITHM_PARTS, BlockDrafterConfig, DrafterConfig, MtpDrafterConfig
 from angelspec.core.errors import AngelspecError, RecipeError, suggest
 from angelspec.core.files import read_json
 from angelspec.core.geometry import TargetGeometry, spread_layer_ids
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.locations import resource_folder
 from angelspec.core.modes import mode_family
+from angelspec.core.problems import problems
 from angelspec.core.recipe import ALGORITHMS, TARGET_LAYER, DrafterSection, Recipe, TrainingStage, drafter_family
 
 _META_KEYS = ("base", "presets", "abstract")
@@ -207,52 +207,8 @@ def validate(document: Mapping[str, Any], *, where: str) -> Recipe:
     try:
         return Recipe.model_validate(document)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors()]
+        lines = problems(error, Recipe, whole="recipe", allowed={"drafter.algorithm": ALGORITHMS})
         raise RecipeError(f"{where}:\n" + "\n".join(f"  - {line}" for line in lines)) from None
-
-
-def _explain(item: Mapping[str, Any]) -> str:
-    location = tuple(part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-")))
-    family = location[1] if location[:1] == ("drafter",) and len(location) > 1 else None
-    if family in ("block", "mtp"):  # pydantic names the kind of section that it read
-        location = ("drafter", *location[2:])
-    key = ".".join(str(part) for part in location) or "recipe"
-    kind, context = item["type"], item.get("ctx") or {}
-    given = item.get("input")
-    if kind == "extra_forbidden":
-        allowed = _fields_at(Recipe, location[:-1], family)
-        return f"{key}: unknown key{suggest(str(location[-1]), allowed)}; allowed: {', '.join(allowed)}"
-    if kind == "missing":
-        return f"{key}: is required"
-    if key == "drafter.algorithm":
-        return f"{key}: {given!r} is not allowed{suggest(str(given), ALGORITHMS)}; allowed: {', '.join(ALGORITHMS)}"
-    if kind == "literal_error":
-        return f"{key}: {given!r} is not allowed; allowed: {context['expected']}"
-    message = item["msg"].removeprefix("Value error, ")
-    shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool | NoneType) else ""
-    return f"{key}: {message}{shown}"
-
-
-def _fields_at(model: type[BaseModel], location: Sequence[Any], family: str | None) -> list[str]:
-    current: Any = model
-    for part in location:
-        if isinstance(part, int):
-            continue
-        field = current.model_fields.get(part)
-        nested = models_in(field.annotation) if field is not None else []
-        if not nested:
-            return []
-        current = nested[1 if family == "mtp" and part == "drafter" else 0]
-    return list(current.model_fields)
-
-
-def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that an annotation names, in order, inside unions, tuples and Annotated."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) is Literal:
-        return []
-    return [model for argument in get_args(annotation) for model in models_in(argument)]
 
 
 # ------------------------------------------------------------------------------------------- resolution
@@ -282,7 +238,8 @@ def resolve(recipe: Recipe) -> Recipe:
     try:
         config = resolved.drafter_config()
     except ValidationError as error:
-        lines = [f"drafter.{_explain(item)}".replace("drafter.recipe:", "drafter:") for item in error.errors()]
+        config_model = MtpDrafterConfig if recipe.drafter.algorithm == "mtp" else BlockDrafterConfig
+        lines = problems(error, config_model, under=("drafter",))
         raise RecipeError(f"recipe '{recipe.name}':\n" + "\n".join(f"  - {line}" for line in lines)) from None
     for stage in resolved.training.stages:
         _check_objective(stage, config)

@@ -13,8 +13,9 @@ from angelspec.core.drafter_config import BLOCK_ALGORITHMS, MoeConfig
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.modes import MODE_FAMILIES
 from angelspec.core.objective import Objective
+from angelspec.core.problems import models_in
 from angelspec.core.recipe import PromptSource, Recipe, TrainingStage
-from angelspec.core.recipe_files import list_recipes, models_in
+from angelspec.core.recipe_files import list_recipes
 
 _DRAFTER_KINDS = (f" (algorithm: {', '.join(BLOCK_ALGORITHMS)})", " (algorithm: mtp)")
 _INTRODUCTION = """# Recipes

@@ -23,8 +23,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from angelspec.core.costs import CostTable
 from angelspec.core.errors import DataError
+from angelspec.core.step_costs import StepCosts
 from angelspec.decoding.answers import Decoded, DecodeRun, Stopwatch, accept_tokens
 from angelspec.decoding.proposer import Proposals, Proposer
 from angelspec.ops.dcut import Cut, choose_cut, cut, survivals
@@ -42,15 +42,20 @@ class CutPolicy(BaseModel):
 
     ratio: float | None = Field(default=None, gt=0, le=1)
     """A fixed keep ratio; None: the best of the grid by measured costs."""
-    costs: CostTable = CostTable()
-    """Step costs for ``ratio=None``; where it says nothing the fallback ratio holds."""
+    costs: StepCosts = StepCosts()
+    """For ``ratio=None``; where they say nothing the fallback ratio holds."""
+    drafter: str | None = None
+    """Whose drafting costs count; None: none do, and the cut looks at verification alone."""
 
     def decide(self, proposals: Proposals) -> Cut:
         """Which proposals of a batch to verify."""
         survival_BK = survivals(proposals.confidence_BK, lengths_B=proposals.lengths_B)
         if self.ratio is not None:
             return cut(survival_BK, ratio=self.ratio)
-        return choose_cut(survival_BK, seconds=self.costs.seconds)
+        drafted = {} if self.drafter is None else {self.drafter: len(survival_BK)}
+        return choose_cut(
+            survival_BK, seconds=lambda rows, slots: self.costs.seconds(rows, drafted=drafted, slots=slots)
+        )
 
 
 @dataclass

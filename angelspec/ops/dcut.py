@@ -24,7 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from angelspec.core.costs import FALLBACK_RATIO, RATIOS
+RATIOS: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
+"""The grid of keep ratios (arXiv 2607.14647)."""
+FALLBACK_RATIO = 0.75
+"""The keep ratio where no cost was measured."""
 
 
 @dataclass(frozen=True)

@@ -132,15 +132,15 @@ WRONG = {
     "unknown key": ({"drafer": []}, r"drafer: unknown key \(did you mean 'drafters'\?\); allowed: format_version, "),
     "unknown key inside": (
         {"drafters": [{**DRAFTER, "dept": 3}]},
-        r"drafters\[0\]\.dept: unknown key \(did you mean 'depth'\?\)",
+        r"drafters\.0\.dept: unknown key \(did you mean 'depth'\?\)",
     ),
-    "missing": ({"drafters": [{"name": "x"}]}, r"drafters\[0\]\.source: is required"),
+    "missing": ({"drafters": [{"name": "x"}]}, r"drafters\.0\.source: is required"),
     "no target": ({"target": None}, r"target: "),
     "literal": (
         {"drafters": [{**DRAFTER, "mode": "nothink"}]},
-        r"drafters\[0\]\.mode: 'nothink' is not allowed \(did you mean 'no-think'\?\); allowed: no-think, high-think",
+        r"drafters\.0\.mode: 'nothink' is not allowed \(did you mean 'no-think'\?\); allowed: no-think, high-think",
     ),
-    "name": ({"drafters": [{**DRAFTER, "name": "My Drafter"}]}, r"drafters\[0\]\.name: .*given: 'My Drafter'"),
+    "name": ({"drafters": [{**DRAFTER, "name": "My Drafter"}]}, r"drafters\.0\.name: .*given: 'My Drafter'"),
     "twice": ({"drafters": [DRAFTER, DRAFTER], "routes": []}, "two are called 'x'"),
     "reserved": ({"drafters": [{**DRAFTER, "name": "ar"}], "routes": []}, "'ar' is reserved"),
     "mode of the target": (
@@ -151,18 +151,18 @@ WRONG = {
         {"target": {"source": "x", "mode_family": "qwen"}},
         r"target\.mode_family: unknown 'qwen' \(did you mean 'qwen3'\?\); allowed: plain",
     ),
-    "route": ({"routes": [{"route": "dfli"}]}, r"routes\[0\]\.route: no drafter 'dfli' \(did you mean 'dfly'\?\)"),
+    "route": ({"routes": [{"route": "dfli"}]}, r"routes\.0\.route: no drafter 'dfli' \(did you mean 'dfly'\?\)"),
     "route of another mode": (
         {"routes": [{"mode": "high-think", "route": "dfly"}]},
         "'dfly' is trained for no-think, not high-think",
     ),
     "acceptance of nobody": (
         {"acceptance": [{"drafter": "mpt", "workload": "chat", "cumulative": [0.5] * 3, "steps": 1}]},
-        r"acceptance\[0\]\.drafter: no drafter 'mpt'",
+        r"acceptance\.0\.drafter: no drafter 'mpt'",
     ),
     "acceptance of another depth": (
         {"acceptance": [{"drafter": "mtp", "workload": "chat", "cumulative": [0.5], "steps": 1}]},
-        r"acceptance\[0\]\.cumulative: 1 numbers, but 'mtp' proposes 3",
+        r"acceptance\.0\.cumulative: 1 numbers, but 'mtp' proposes 3",
     ),
     "acceptance that rises": (
         {"acceptance": [{"drafter": "mtp", "workload": "chat", "cumulative": [0.5, 0.6, 0.1], "steps": 1}]},
@@ -187,7 +187,7 @@ def test_all_mistakes_are_shown_at_once(tmp_path):
     path = tmp_path / "bundle.yaml"
     path.write_text(yaml.safe_dump(_document(drafters=[{**DRAFTER, "dept": 3, "depth": 0}], nmae="x")))
     (problem,) = check_bundle(path)
-    assert all(key in problem for key in ("drafters[0].dept", "drafters[0].depth", "nmae"))
+    assert all(key in problem for key in ("drafters.0.dept", "drafters.0.depth", "nmae"))
     assert str(path) in problem and "mend:" in problem
 
 

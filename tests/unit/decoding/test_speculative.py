@@ -4,8 +4,8 @@ import pytest
 import torch
 from decoding_builders import ScriptedProposer, random_prompts, small_target
 
-from angelspec.core.costs import CostEntry, CostTable
 from angelspec.core.errors import DataError
+from angelspec.core.step_costs import StepCosts, VerifyPoint
 from angelspec.decoding.answers import COMPONENTS
 from angelspec.decoding.lookup import LookupProposer
 from angelspec.decoding.plain import decode_without_cache
@@ -146,15 +146,15 @@ def test_a_cut_changes_what_is_verified_and_nothing_else(target, policy, tempera
     assert (proposed + steps) / (drafted + steps) == pytest.approx(ratio, abs=0.12)
 
 
-def test_auto_follows_the_cost_table(target):
+def test_auto_follows_the_costs(target):
     prompts = random_prompts(4, vocab_size=32, seed=8)
-    free = CostTable(
-        entries=[CostEntry(batch_size=b, verified_slots=b * w, seconds=1.0) for b in (1, 4) for w in (2, 5)]
+    free = StepCosts(
+        verification=tuple(VerifyPoint(batch_size=b, slots=b * w, seconds=1.0) for b in (1, 4) for w in (1, 5))
     )
-    dear = CostTable(
-        entries=[
-            CostEntry(batch_size=b, verified_slots=b * w, seconds=float(w**3)) for b in (1, 4) for w in (2, 3, 4, 5)
-        ]
+    dear = StepCosts(
+        verification=tuple(
+            VerifyPoint(batch_size=b, slots=b * w, seconds=float(w**3)) for b in (1, 4) for w in range(1, 6)
+        )
     )
     kept = []
     for costs in (free, dear):

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from angelspec.core.costs import FALLBACK_RATIO, RATIOS
 from angelspec.core.step_costs import DraftPoint, StepCosts, VerifyPoint
+from angelspec.ops.dcut import FALLBACK_RATIO, RATIOS
 from angelspec.ops.step_plan import CostCurves, DraftPlan, Row, fixed_cut, plan_drafting, plan_verification
 
 
