@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from angelspec.core.errors import MissingRequirement, TargetError, suggest
+from angelspec.core.errors import HubError, MissingRequirement, TargetError, suggest
 from angelspec.core.files import read_json, write_json_atomic
 from angelspec.core.fingerprint import file_sha256, fingerprint
 from angelspec.core.locations import cache_folder
 from angelspec.core.network import transport_errors
-from angelspec.core.repositories import is_repository_name
+from angelspec.core.repositories import HUBS, Repository, names_a_hub
 
-SCHEMES = ("folder", "hf", "modelscope", "wheel", "random")
+SCHEMES = ("folder", *HUBS, "wheel", "random")
 TEMPLATE_FOLDER = Path(__file__).resolve().parent / "templates"
 SOURCE_RECORD = "angelspec_source.json"
 """Written into every folder that angelspec makes: what it was made from."""
@@ -69,11 +69,12 @@ def parse_source(source: str) -> Source:
         raise TargetError(f"target source '{source}' names no known scheme{suggest(scheme, SCHEMES)}", mend=_GRAMMAR)
     if not rest:
         raise TargetError(f"target source '{source}' is incomplete", mend=_GRAMMAR)
-    if scheme in ("hf", "modelscope"):
-        location, _, revision = rest.partition("@")
-        if not is_repository_name(location):
-            raise TargetError(f"target source '{source}' needs ORG/NAME after '{scheme}:'", mend=_GRAMMAR)
-        return Source(scheme, location, revision or None)
+    if names_a_hub(source):
+        try:
+            repository = Repository.parse(source)
+        except HubError as error:
+            raise TargetError(f"target source {error.message}", mend=_GRAMMAR) from error
+        return Source(scheme, repository.name, repository.revision)
     if scheme == "wheel":
         package, _, file = rest.partition("#")
         if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9._+!-]+", package) or not file.endswith(".gguf"):
