@@ -30,6 +30,8 @@ Check = Callable[[Path], Sequence[str]]
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 _LICENSES = re.compile(r"(?i)licen[cs]e[\w.-]*")
 _PICKLES = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?")
+_PARTIAL = ".partial"
+_REFS = ".refs.json"
 _SHOWN = 12
 """Characters of a snapshot in a folder's name."""
 
@@ -52,6 +54,42 @@ def cached(repository: Repository) -> Path | None:
         return found[0] if len(found) == 1 else None
     folder = parent / str(_refs(repository).get(repository.revision or "", ""))
     return folder if folder != parent and folder.is_dir() else None
+
+
+def fetch_lock(folder: Path) -> Path:
+    """The file that is locked while a folder of the cache, finished or unfinished, is fetched."""
+    whole = folder.with_name(folder.name.removeprefix(".").removesuffix(_PARTIAL)) if is_partial(folder) else folder
+    return drafter_cache() / ".locks" / f"{fingerprint(str(whole.resolve()))}.lock"
+
+
+def is_partial(folder: Path) -> bool:
+    """Whether a folder of the cache is an unfinished download."""
+    return folder.name.endswith(_PARTIAL)
+
+
+def pointers(organisation: Path) -> dict[Path, list[str]]:
+    """Names under which the drafters in the cache of an organisation were pulled, by folder.
+
+    Args:
+        organisation: a folder HUB/ORG of the cache.
+    """
+    found: dict[Path, list[str]] = {}
+    for file in organisation.glob(f"*{_REFS}"):
+        repository = f"{organisation.parent.name}:{organisation.name}/{file.name.removesuffix(_REFS)}"
+        for revision, name in _read_refs(file).items():
+            found.setdefault(organisation / name, []).append(repository + (f"@{revision}" if revision else ""))
+    return found
+
+
+def forget(folder: Path) -> None:
+    """Remove the pointers to a drafter of the cache."""
+    for file in folder.parent.glob(f"*{_REFS}"):
+        refs = _read_refs(file)
+        kept = {revision: name for revision, name in refs.items() if name != folder.name}
+        if not kept:
+            file.unlink()
+        elif kept != refs:
+            write_json_atomic(file, kept)
 
 
 def pull(
@@ -113,7 +151,7 @@ def _fetch(
     patiently: Callable,
     say: Say,
 ) -> None:
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = folder.with_name(f".{folder.name}{_PARTIAL}")
     partial.mkdir(parents=True, exist_ok=True)
     _need_room(partial, sum(file.size for file in files.values()))
     for path, file in files.items():
@@ -190,9 +228,9 @@ def _need_room(folder: Path, size: int) -> None:
 
 def _lock(folder: Path) -> FileLock:
     """Held while a folder is fetched, so that two commands never fill one."""
-    locks = drafter_cache() / ".locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    return FileLock(locks / f"{fingerprint(str(folder.resolve()))}.lock")
+    lock = fetch_lock(folder)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(lock)
 
 
 def _place(repository: Repository) -> tuple[Path, str]:
@@ -202,12 +240,16 @@ def _place(repository: Repository) -> tuple[Path, str]:
 
 def _refs_file(repository: Repository) -> Path:
     parent, name = _place(repository)
-    return parent / f"{name}.refs.json"
+    return parent / f"{name}{_REFS}"
 
 
 def _refs(repository: Repository) -> dict[str, str]:
+    return _read_refs(_refs_file(repository))
+
+
+def _read_refs(file: Path) -> dict[str, str]:
     try:
-        refs = read_json(_refs_file(repository))
+        refs = read_json(file)
     except (OSError, ValueError):
         return {}
     return refs if isinstance(refs, dict) else {}
