@@ -17,6 +17,7 @@ from angelspec.core.errors import CheckpointError, MissingRequirement
 from angelspec.core.files import read_json, write_json_atomic
 from angelspec.core.fingerprint import file_sha256, fingerprint
 from angelspec.core.locations import cache_folder
+from angelspec.core.manifest import MANIFEST_FILE
 from angelspec.core.repositories import Repository
 from angelspec.hub.failures import IntegrityError, NotOnHub
 from angelspec.hub.patience import with_patience
@@ -93,7 +94,12 @@ def forget(folder: Path) -> None:
 
 
 def pull(
-    repository: Repository, *, output: Path | None = None, check: Check | None = None, say: Say = lambda text: None
+    repository: Repository,
+    *,
+    output: Path | None = None,
+    check: Check | None = None,
+    needs_manifest: bool = False,
+    say: Say = lambda text: None,
 ) -> Path:
     """Fetch a drafter into the cache, or into ``output``, and return its folder.
 
@@ -101,18 +107,23 @@ def pull(
         repository: where it lies.
         output: another folder to fetch it into.
         check: run on what was fetched before it is shown to anybody.
+        needs_manifest: refuse a drafter without one before anything of it is fetched.
         say: told what is being done.
 
     Raises:
         HubError: it can't be had, or is not what the hub says it is.
-        CheckpointError: it can't be loaded, or ``output`` holds something else.
+        CheckpointError: it can't be loaded, lacks a manifest that is needed, or ``output`` holds something else.
         MissingRequirement: the disk is too small.
     """
     with quiet_clients():
-        return _pull(connect(repository.hub), repository, output=output, check=check, say=say)
+        return _pull(
+            connect(repository.hub), repository, output=output, check=check, needs_manifest=needs_manifest, say=say
+        )
 
 
-def _pull(hub: Hub, repository: Repository, *, output: Path | None, check: Check | None, say: Say) -> Path:
+def _pull(
+    hub: Hub, repository: Repository, *, output: Path | None, check: Check | None, needs_manifest: bool, say: Say
+) -> Path:
     name, place = repository.name, str(repository)
 
     def patiently(doing, call):
@@ -120,6 +131,11 @@ def _pull(hub: Hub, repository: Repository, *, output: Path | None, check: Check
 
     snapshot = patiently("find the revision", lambda: hub.snapshot(name, repository.revision))
     files = _wanted(patiently("list the files", lambda: hub.files(name, snapshot)), place=place)
+    if needs_manifest and MANIFEST_FILE not in files:
+        raise CheckpointError(
+            f"{place} has no {MANIFEST_FILE}, so its target and mode are unknown; nothing was fetched",
+            mend="give a drafter that angelspec exported",
+        )
     parent, stem = _place(repository)
     content = fingerprint({path: [file.size, file.sha256, file.git_sha1] for path, file in files.items()}, length=40)
     shown = (snapshot if names_a_commit(snapshot) else content)[:_SHOWN]

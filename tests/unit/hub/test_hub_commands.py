@@ -228,6 +228,18 @@ def test_evaluate_takes_names(both, tree, monkeypatch):
     assert run("evaluate", "alice/nothing").exit_code == 2
 
 
+def test_evaluate_fetches_nothing_without_a_manifest(both, tree, tmp_path):
+    content = {path.name: path.read_bytes() for path in tree.iterdir() if path.is_file()}
+    del content["angelspec_manifest.json"]
+    for kind in both:
+        both[kind].add("alice/plain", files=content)
+        result = run("evaluate", f"{kind}:alice/plain")
+        assert result.exit_code == 2 and "has no angelspec_manifest.json" in result.output, result.output
+        assert "nothing was fetched" in result.output and "model.safetensors" not in result.output
+    assert not list(tmp_path.rglob("*.partial"))
+    assert run("pull", "hf:alice/plain").exit_code == 0
+
+
 def test_show_lists_the_registry_and_details(tree):
     assert "AngelSlim/Qwen3-8B-DFly-Block8" in run("checkpoint", "show").stdout
     rows = json.loads(run("checkpoint", "show", "--json").stdout)
