@@ -11,8 +11,8 @@ from angelspec.core.manifest import DrafterManifest, MeasuredAcceptance, TargetI
 from angelspec.core.recipe import Recipe
 from angelspec.core.recipe_files import load_recipe
 from angelspec.core.repositories import Repository
-from angelspec.drafters.block import BlockDrafter
 from angelspec.drafters.checkpoint import save_drafter
+from angelspec.drafters.families import build_drafter
 from angelspec.hub.card import CardFacts, write_card
 
 RECIPE = "tiny-dfly-llama"
@@ -65,7 +65,7 @@ def manifest_of(recipe: Recipe, **changes) -> DrafterManifest:
 def exported_drafter(folder: Path, *, recipe: Recipe | None = None, **changes) -> Path:
     """A folder as the export stage leaves it."""
     recipe = recipe or load_recipe(RECIPE)
-    drafter = BlockDrafter(recipe.drafter_config()).initialise(seed=0)
+    drafter = build_drafter(recipe.drafter_config()).initialise(seed=0)
     save_drafter(drafter, folder, dtype=torch.bfloat16, manifest=manifest_of(recipe, **changes))
     small_report(drafters=(recipe.name, "prompt lookup")).save(folder)
     (folder / "report.md").write_text("# small\n")

@@ -9,12 +9,13 @@ import click
 from angelspec.hub.resolve import FoundDrafter, find_drafter
 
 
-def find(name: str, *, output: Path | None = None) -> FoundDrafter:
+def find(name: str, *, output: Path | None = None, needs_manifest: bool = False) -> FoundDrafter:
     """The drafter of that name, fetched and checked if it is not on this machine.
 
     Args:
         name: a path, hf:ORG/NAME[@REVISION], modelscope:ORG/NAME[@REVISION], or a registered name.
         output: a folder to fetch it into, instead of the cache.
+        needs_manifest: fetch no drafter without one.
 
     Raises:
         AngelspecError: there is none, it can't be fetched or can't be loaded.
@@ -25,4 +26,10 @@ def find(name: str, *, output: Path | None = None) -> FoundDrafter:
 
         return loading_problems(folder, entry)
 
-    return find_drafter(name, output=output, check=check, say=lambda text: click.echo(text, err=True))
+    return find_drafter(
+        name,
+        output=output,
+        check=check,
+        needs_manifest=needs_manifest,
+        say=lambda text: click.echo(text, err=True),
+    )

@@ -56,12 +56,13 @@ def evaluate(
 ) -> None:
     """Compare CHECKPOINTS with each other, with prompt lookup and with plain decoding.
 
-    A checkpoint is a folder, hf:ORG/NAME[@REVISION], modelscope:ORG/NAME[@REVISION], or a registered name.
+    A checkpoint is a folder, hf:ORG/NAME[@REVISION], modelscope:ORG/NAME[@REVISION], or a registered name. It must hold
+    angelspec's manifest, which names its target and mode: drafters published by others have none.
     """
     from angelspec.pipeline.evaluate_run import evaluate_checkpoints
 
     evaluate_checkpoints(
-        [find(checkpoint).folder for checkpoint in checkpoints],
+        [find(checkpoint, needs_manifest=True).folder for checkpoint in checkpoints],
         prompts=prompts,
         temperatures=temperatures or None,
         limit=limit,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from angelspec.core.drafter_config import BlockAlgorithm
-from angelspec.core.errors import CheckpointError, suggest
+from angelspec.core.errors import CheckpointError, HubError, suggest
 from angelspec.core.locations import resource_folder
 from angelspec.core.modes import Mode
+from angelspec.core.problems import problems
 from angelspec.core.repositories import Repository
 
 REGISTRY_FILE = "registry.yaml"
@@ -56,6 +58,16 @@ class RegisteredDrafter(BaseModel):
     evidence: str
     """Where these facts come from, and which of them could not be verified."""
 
+    @field_validator("repository", "mirrors")
+    @classmethod
+    def _is_repository(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        for place in (value,) if isinstance(value, str) else value or ():
+            try:
+                Repository.parse(place)
+            except HubError as error:
+                raise ValueError(f"{error.message}; {error.mend}") from error
+        return value
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.repository is None and self.folder is None:
@@ -64,8 +76,7 @@ class RegisteredDrafter(BaseModel):
             raise ValueError("block_size belongs to block drafters and to them alone")
         if self.block_size is not None and self.proposals != self.block_size - 1:
             raise ValueError(f"a block of {self.block_size} slots proposes {self.block_size - 1}, not {self.proposals}")
-        places = [Repository.parse(place) for place in (self.repository, *self.mirrors) if place is not None]
-        pinned = bool(places) and places[0].revision is not None
+        pinned = bool(self.places) and self.places[0].revision is not None
         if pinned != (self.pinned_because is not None):
             raise ValueError("a pinned revision and pinned_because belong together")
         return self
@@ -123,7 +134,7 @@ def parse_registry(text: str) -> Registry:
     """Read a registry from YAML.
 
     Raises:
-        CheckpointError: no YAML, or a wrong entry (by name and key).
+        CheckpointError: no YAML, or everything that is wrong with its entries (by name and key).
     """
     try:
         content = yaml.safe_load(text)
@@ -131,9 +142,20 @@ def parse_registry(text: str) -> Registry:
     except yaml.YAMLError as error:
         raise CheckpointError(f"{REGISTRY_FILE} is no YAML: {error}", mend="mend the file") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(f"{REGISTRY_FILE}: {where}: {first['msg']}", mend=f"see {SCHEMA_FILE}") from error
+        found = [_by_name(problem, content) for problem in problems(error, Registry)]
+        lines = "\n".join(f"  {problem}" for problem in found)
+        raise CheckpointError(
+            f"{REGISTRY_FILE}: {len(found)} problem(s)\n{lines}", mend=f"mend them; see {SCHEMA_FILE}"
+        ) from error
+
+
+def _by_name(problem: str, content: Any) -> str:
+    """A problem whose entry is called by its name rather than by its place in the list."""
+    found = re.match(r"drafters\[(\d+)\](?:\.|: )", problem)
+    entry = content["drafters"][int(found[1])] if found else None
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        return problem
+    return f"{entry['name']}: {problem[found.end() :]}"
 
 
 def load_registry() -> Registry:

@@ -143,8 +143,6 @@ def _use(facts: CardFacts) -> str:
     lines += ["```", ""]
     for serve in facts.serve:
         lines += [f"Serve with {serve.engine}: {serve.note}.", "", "```bash", serve.command, "```", ""]
-    if not facts.serve:
-        lines += ["No released engine serves this drafter yet; `angelspec evaluate` decodes with it.", ""]
     return "\n".join(lines)
 
 

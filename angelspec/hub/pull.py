@@ -17,6 +17,7 @@ from angelspec.core.errors import CheckpointError, MissingRequirement
 from angelspec.core.files import read_json, write_json_atomic
 from angelspec.core.fingerprint import file_sha256, fingerprint
 from angelspec.core.locations import cache_folder
+from angelspec.core.manifest import MANIFEST_FILE
 from angelspec.core.repositories import Repository
 from angelspec.hub.failures import IntegrityError, NotOnHub
 from angelspec.hub.patience import with_patience
@@ -30,6 +31,8 @@ Check = Callable[[Path], Sequence[str]]
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 _LICENSES = re.compile(r"(?i)licen[cs]e[\w.-]*")
 _PICKLES = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?")
+_PARTIAL = ".partial"
+_REFS = ".refs.json"
 _SHOWN = 12
 """Characters of a snapshot in a folder's name."""
 
@@ -54,8 +57,49 @@ def cached(repository: Repository) -> Path | None:
     return folder if folder != parent and folder.is_dir() else None
 
 
+def fetch_lock(folder: Path) -> Path:
+    """The file that is locked while a folder of the cache, finished or unfinished, is fetched."""
+    whole = folder.with_name(folder.name.removeprefix(".").removesuffix(_PARTIAL)) if is_partial(folder) else folder
+    return drafter_cache() / ".locks" / f"{fingerprint(str(whole.resolve()))}.lock"
+
+
+def is_partial(folder: Path) -> bool:
+    """Whether a folder of the cache is an unfinished download."""
+    return folder.name.endswith(_PARTIAL)
+
+
+def pointers(organisation: Path) -> dict[Path, list[str]]:
+    """Names under which the drafters in the cache of an organisation were pulled, by folder.
+
+    Args:
+        organisation: a folder HUB/ORG of the cache.
+    """
+    found: dict[Path, list[str]] = {}
+    for file in organisation.glob(f"*{_REFS}"):
+        repository = f"{organisation.parent.name}:{organisation.name}/{file.name.removesuffix(_REFS)}"
+        for revision, name in _read_refs(file).items():
+            found.setdefault(organisation / name, []).append(repository + (f"@{revision}" if revision else ""))
+    return found
+
+
+def forget(folder: Path) -> None:
+    """Remove the pointers to a drafter of the cache."""
+    for file in folder.parent.glob(f"*{_REFS}"):
+        refs = _read_refs(file)
+        kept = {revision: name for revision, name in refs.items() if name != folder.name}
+        if not kept:
+            file.unlink()
+        elif kept != refs:
+            write_json_atomic(file, kept)
+
+
 def pull(
-    repository: Repository, *, output: Path | None = None, check: Check | None = None, say: Say = lambda text: None
+    repository: Repository,
+    *,
+    output: Path | None = None,
+    check: Check | None = None,
+    needs_manifest: bool = False,
+    say: Say = lambda text: None,
 ) -> Path:
     """Fetch a drafter into the cache, or into ``output``, and return its folder.
 
@@ -63,18 +107,23 @@ def pull(
         repository: where it lies.
         output: another folder to fetch it into.
         check: run on what was fetched before it is shown to anybody.
+        needs_manifest: refuse a drafter without one before anything of it is fetched.
         say: told what is being done.
 
     Raises:
         HubError: it can't be had, or is not what the hub says it is.
-        CheckpointError: it can't be loaded, or ``output`` holds something else.
+        CheckpointError: it can't be loaded, lacks a manifest that is needed, or ``output`` holds something else.
         MissingRequirement: the disk is too small.
     """
     with quiet_clients():
-        return _pull(connect(repository.hub), repository, output=output, check=check, say=say)
+        return _pull(
+            connect(repository.hub), repository, output=output, check=check, needs_manifest=needs_manifest, say=say
+        )
 
 
-def _pull(hub: Hub, repository: Repository, *, output: Path | None, check: Check | None, say: Say) -> Path:
+def _pull(
+    hub: Hub, repository: Repository, *, output: Path | None, check: Check | None, needs_manifest: bool, say: Say
+) -> Path:
     name, place = repository.name, str(repository)
 
     def patiently(doing, call):
@@ -82,6 +131,11 @@ def _pull(hub: Hub, repository: Repository, *, output: Path | None, check: Check
 
     snapshot = patiently("find the revision", lambda: hub.snapshot(name, repository.revision))
     files = _wanted(patiently("list the files", lambda: hub.files(name, snapshot)), place=place)
+    if needs_manifest and MANIFEST_FILE not in files:
+        raise CheckpointError(
+            f"{place} has no {MANIFEST_FILE}, so its target and mode are unknown; nothing was fetched",
+            mend="give a drafter that angelspec exported",
+        )
     parent, stem = _place(repository)
     content = fingerprint({path: [file.size, file.sha256, file.git_sha1] for path, file in files.items()}, length=40)
     shown = (snapshot if names_a_commit(snapshot) else content)[:_SHOWN]
@@ -113,7 +167,7 @@ def _fetch(
     patiently: Callable,
     say: Say,
 ) -> None:
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = folder.with_name(f".{folder.name}{_PARTIAL}")
     partial.mkdir(parents=True, exist_ok=True)
     _need_room(partial, sum(file.size for file in files.values()))
     for path, file in files.items():
@@ -190,9 +244,9 @@ def _need_room(folder: Path, size: int) -> None:
 
 def _lock(folder: Path) -> FileLock:
     """Held while a folder is fetched, so that two commands never fill one."""
-    locks = drafter_cache() / ".locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    return FileLock(locks / f"{fingerprint(str(folder.resolve()))}.lock")
+    lock = fetch_lock(folder)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(lock)
 
 
 def _place(repository: Repository) -> tuple[Path, str]:
@@ -202,12 +256,16 @@ def _place(repository: Repository) -> tuple[Path, str]:
 
 def _refs_file(repository: Repository) -> Path:
     parent, name = _place(repository)
-    return parent / f"{name}.refs.json"
+    return parent / f"{name}{_REFS}"
 
 
 def _refs(repository: Repository) -> dict[str, str]:
+    return _read_refs(_refs_file(repository))
+
+
+def _read_refs(file: Path) -> dict[str, str]:
     try:
-        refs = read_json(_refs_file(repository))
+        refs = read_json(file)
     except (OSError, ValueError):
         return {}
     return refs if isinstance(refs, dict) else {}

@@ -35,6 +35,7 @@ def find_drafter(
     *,
     output: Path | None = None,
     check: Check | None = None,
+    needs_manifest: bool = False,
     say: Say = lambda text: None,
     registry: Registry | None = None,
 ) -> FoundDrafter:
@@ -48,11 +49,12 @@ def find_drafter(
         text: a path, hf:ORG/NAME[@REVISION], modelscope:ORG/NAME[@REVISION], or a registered name.
         output: folder to fetch it into; None: the cache.
         check: run on what is fetched.
+        needs_manifest: fetch no drafter without one; what is on this machine is not looked at.
         say: told what is being done.
         registry: None: the one that ships with angelspec.
 
     Raises:
-        CheckpointError: no such path or registered drafter, or it can't be loaded.
+        CheckpointError: no such path or registered drafter, it can't be loaded, or lacks a manifest that is needed.
         HubError: it can't be fetched.
     """
     path = Path(text).expanduser()
@@ -62,8 +64,9 @@ def find_drafter(
     if names_a_hub(text):
         repository = Repository.parse(text)
         entry = registry.find(repository.name)
+        places: Sequence[Repository] = [_pinned(repository, entry, say)]
         return _fetch(
-            [_pinned(repository, entry, say)], entry, name=str(repository), output=output, check=check, say=say
+            places, entry, name=str(repository), output=output, check=check, needs_manifest=needs_manifest, say=say
         )
     entry = registry.need(text)
     if entry.folder is not None:
@@ -72,7 +75,9 @@ def find_drafter(
             return FoundDrafter(folder, entry.name, entry)
         if not entry.places:
             raise CheckpointError(f"'{entry.name}' should lie in {folder}", mend="reinstall angelspec")
-    return _fetch(entry.places, entry, name=entry.name, output=output, check=check, say=say)
+    return _fetch(
+        entry.places, entry, name=entry.name, output=output, check=check, needs_manifest=needs_manifest, say=say
+    )
 
 
 def on_this_machine(text: str, *, registry: Registry | None = None) -> Path | None:
@@ -114,6 +119,7 @@ def _fetch(
     name: str,
     output: Path | None,
     check: Check | None,
+    needs_manifest: bool,
     say: Say,
 ) -> FoundDrafter:
     failure: HubError | None = None
@@ -123,7 +129,7 @@ def _fetch(
             return FoundDrafter(here, name, entry)
         try:
             checked = None if check is None else lambda folder: check(folder, entry)
-            folder = pull(place, output=output, check=checked, say=say)
+            folder = pull(place, output=output, check=checked, needs_manifest=needs_manifest, say=say)
         except HubUnavailable as error:
             if here is not None:
                 say(f"{place}: the hub can't be reached; taking {here.name} from the cache")

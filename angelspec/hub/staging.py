@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,7 +170,7 @@ def _missing(folder: Path) -> list[str]:
     return problems
 
 
-def staged_files(folder: Path, *, tokens: Sequence[str] = ()) -> tuple[StagedFile, ...]:
+def staged_files(folder: Path) -> tuple[StagedFile, ...]:
     """The finished copy, hashed.
 
     Raises:
@@ -179,7 +179,7 @@ def staged_files(folder: Path, *, tokens: Sequence[str] = ()) -> tuple[StagedFil
     files = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        if path.suffix in _TEXTS and holds_a_token(path.read_text(encoding="utf-8", errors="replace"), tokens):
+        if path.suffix in _TEXTS and holds_a_token(path.read_text(encoding="utf-8", errors="replace")):
             raise CheckpointError(
                 f"{name} holds an access token", mend="remove it from the recipe or card, and revoke the token"
             )

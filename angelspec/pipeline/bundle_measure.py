@@ -9,6 +9,7 @@ import torch
 
 from angelspec.core.acceptance import pool
 from angelspec.core.bundle import WorkloadAcceptance
+from angelspec.core.errors import DataError
 from angelspec.core.recipe import TargetSection
 from angelspec.core.workloads import WORKLOADS
 from angelspec.data.chat import chat_format, prompt_rows
@@ -20,6 +21,7 @@ from angelspec.evaluation.acceptance import measure, num_answers
 from angelspec.evaluation.results import MeasureSettings
 from angelspec.evaluation.suites import Suite
 from angelspec.pipeline.progress import Progress
+from angelspec.serving.plan import shared_chat_template
 from angelspec.serving.resolving import ResolvedBundle
 from angelspec.targets.target import load_target
 
@@ -48,15 +50,15 @@ def measure_bundle(
         progress: shows how far it is.
 
     Raises:
-        DataError: prompts that can't be read or rendered.
+        BundleError: drafters that were trained with different chat templates.
+        DataError: prompts that can't be read or rendered, or a workload of theirs on which nothing can be counted.
         TargetError: the target can't be loaded.
     """
     conversations = [item for members in read_questions(items, limit=limit).values() for item in members]
-    template = next((drafter.chat_template for drafter in resolved.drafters if drafter.chat_template), None)
     section = TargetSection(
         source=f"folder:{resolved.target.folder}",
         mode_family=resolved.bundle.target.mode_family,
-        chat_template=template,
+        chat_template=shared_chat_template(resolved.drafters),
         dtype="float32",
     )
     target = load_target(section, dtype=torch.float32)
@@ -79,8 +81,19 @@ def measure_bundle(
         total = num_answers([suite], [proposer], settings=settings)
         with torch.no_grad(), progress.meter(f"measure {entry.name}", total=total, unit="answers") as meter:
             (result,) = measure(target, [proposer], [suite], settings=settings, advance=meter)
-        for workload in WORKLOADS:
+        held = {prompt.workload for prompt in suite.prompts}
+        lacking: list[str] = []
+        for workload in [workload for workload in WORKLOADS if workload in held]:
             counts = pool(result.pooled(finished=finished, workload=workload).counts for finished in (True, False))
             item = WorkloadAcceptance.of(counts, drafter=entry.name, workload=workload, depth=entry.depth)
-            found += [item] if item is not None else []
+            if item is None:
+                lacking.append(workload)
+            else:
+                found.append(item)
+        if lacking:  # else the bundle would keep older figures as if these prompts had given them
+            raise DataError(
+                f"no step on the prompts of {', '.join(lacking)} verified all {entry.depth} proposals of "
+                f"'{entry.name}': their answers end too early",
+                mend="allow longer answers with --max-new-tokens, or give more prompts of these workloads",
+            )
     return found

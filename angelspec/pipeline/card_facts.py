@@ -11,11 +11,9 @@ from angelspec.core.files import read_json
 from angelspec.core.known_targets import KNOWN_TARGETS, KnownTarget
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.repositories import Repository
-from angelspec.evaluation.report import Report
+from angelspec.evaluation.report import REPORT_FILE, Report
 from angelspec.hub.card import CardFacts, Measurement, ServeLine, SpeedLine
 from angelspec.serving.instructions import serve_instructions
-
-REPORT_FILE = "report.json"
 
 
 def known_target(manifest: DrafterManifest) -> KnownTarget | None:

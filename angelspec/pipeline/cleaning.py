@@ -1,7 +1,8 @@
 """``angelspec clean``: what old runs and caches take on the disk, and their removal, never by surprise.
 
-Only what angelspec can have made is listed: runs, stages of runs, converted targets, pulled drafters. What is still
-named (stages by a run, a drafter by a pointer or the registry, a target by a recipe) says by whom.
+Only what angelspec can have made is listed: runs, stages of runs, converted targets, pulled drafters, and copies of
+drafters whose configuration was completed. What is still named (stages by a run, a drafter by a pointer or the
+registry, a target by a recipe) says by whom; what a command works in is known by the lock that it holds.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from angelspec.core.files import read_json
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.locations import cache_folder
 from angelspec.core.registry import load_registry
-from angelspec.hub.pull import cached, drafter_cache
+from angelspec.hub.pull import cached, drafter_cache, fetch_lock, forget, is_partial, pointers
+from angelspec.targets.sources import BUILD_LOCK, SOURCE_RECORD
 
 _DAY = 86400.0
+_UNFINISHED_FOR = 1 / 24
+"""Days without a change after which a half-written copy is taken for abandoned."""
 _STAGE = re.compile(r"[a-z][a-z0-9-]*-[0-9a-f]{16}")
 _RUN_FILES = ("recipe.yaml", "stages.json", "comparison.json")
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -42,8 +46,13 @@ class Item:
     """Since anything in it last changed."""
     named_by: tuple[str, ...] = ()
     """Who still needs it."""
-    in_use: bool = False
-    """Whether a command works in it now."""
+    locks: tuple[Path, ...] = ()
+    """Files of which a command holds one while it works in it."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a command works in it now; looked up each time."""
+        return any(map(_held, self.locks))
 
 
 def parse_size(text: str) -> int:
@@ -80,26 +89,28 @@ def find_items(runs: Path, *, older_than: float = 0.0, larger_than: int = 0) -> 
         older_than: days since the last change.
         larger_than: bytes.
     """
-    items = [*_runs(runs), *_stages(runs), *_targets(runs), *_drafters()]
+    items = [*_runs(runs), *_stages(runs), *_targets(), *_drafters(), *_completed()]
     kept = [item for item in items if item.age_days >= older_than and item.size >= larger_than]
     return sorted(kept, key=lambda item: (-item.size, str(item.path)))
 
 
 def remove(item: Item) -> None:
     """Remove it, and the pointers that led to it."""
+    if drafter_cache() in item.path.parents:
+        forget(item.path)
     if item.path.is_dir() and not item.path.is_symlink():
         shutil.rmtree(item.path)
     else:
         item.path.unlink()
 
 
-def _item(path: Path, what: str, *, named_by: tuple[str, ...] = (), in_use: bool = False) -> Item:
+def _item(path: Path, what: str, *, named_by: tuple[str, ...] = (), locks: tuple[Path, ...] = ()) -> Item:
     size, newest = 0, path.lstat().st_mtime
     for file in path.rglob("*"):
         if not file.is_symlink() and file.is_file():
             status = file.stat()
             size, newest = size + status.st_size, max(newest, status.st_mtime)
-    return Item(path, what, size, max(0.0, (time.time() - newest) / _DAY), named_by, in_use)
+    return Item(path, what, size, max(0.0, (time.time() - newest) / _DAY), named_by, locks)
 
 
 def _run_folders(runs: Path) -> Iterator[Path]:
@@ -113,7 +124,7 @@ def _runs(runs: Path) -> Iterator[Item]:
     for path in _run_folders(runs):
         drafter = path / "drafter" / "config.json"
         named = (f"its drafter, {drafter.parent}",) if drafter.is_file() else ()
-        yield _item(path, "run", named_by=named, in_use=any(map(_held, (path / "store").glob(".*.lock"))))
+        yield _item(path, "run", named_by=named, locks=tuple((path / "store").glob(".*.lock")))
 
 
 def _stages(runs: Path) -> Iterator[Item]:
@@ -129,7 +140,7 @@ def _stages(runs: Path) -> Iterator[Item]:
             named = users.get(path.name, [])
             if not (path / "stage.json").is_file() and any(path.rglob("latest")):
                 named = [*named, "its pointer 'latest': a rerun goes on from there"]
-            yield _item(path, "stage", named_by=tuple(named), in_use=_held(store / f".{path.name}.lock"))
+            yield _item(path, "stage", named_by=tuple(named), locks=(store / f".{path.name}.lock",))
 
 
 def _stages_of(run: Path) -> dict[str, dict[str, Any]]:
@@ -140,17 +151,18 @@ def _stages_of(run: Path) -> dict[str, dict[str, Any]]:
     return {key: value for key, value in stages.items() if isinstance(value, dict)} if isinstance(stages, dict) else {}
 
 
-def _targets(runs: Path) -> Iterator[Item]:
+def _targets() -> Iterator[Item]:
     folder = cache_folder() / "targets"
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
         if not path.is_dir():
             continue
-        record = path / "angelspec_source.json"
+        record = path / SOURCE_RECORD
         source = read_json(record).get("source") if record.is_file() else None
         named = [f"target {name}" for name, target in KNOWN_TARGETS.items() if source and target.source == source]
-        yield _item(path, "target", named_by=tuple(named))
+        what = "target" if record.is_file() else "unfinished target"
+        yield _item(path, what, named_by=tuple(named), locks=(path / BUILD_LOCK,))
 
 
 def _drafters() -> Iterator[Item]:
@@ -161,17 +173,23 @@ def _drafters() -> Iterator[Item]:
             folder = cached(place)
             if folder is not None:
                 registered[folder] = entry.name
-    pointed: dict[Path, list[str]] = {}
-    for refs in root.glob("*/*/*.refs.json"):
-        name = refs.name.removesuffix(".refs.json")
-        for revision, folder in read_json(refs).items():
-            label = f"{refs.parent.parent.name}:{refs.parent.name}/{name}" + (f"@{revision}" if revision else "")
-            pointed.setdefault(refs.parent / folder, []).append(f"pulled as {label}")
-    for path in sorted(root.glob("*/*/*")):
-        if path.is_dir():
+    for organisation in sorted(path for path in root.glob("*/*") if path.is_dir()):
+        pointed = pointers(organisation)
+        for path in sorted(path for path in organisation.iterdir() if path.is_dir()):
             named = [f"registered as {registered[path]}"] if path in registered else []
-            what = "unfinished download" if path.name.endswith(".partial") else "drafter"
-            yield _item(path, what, named_by=(*named, *pointed.get(path, ())))
+            named += [f"pulled as {name}" for name in pointed.get(path, ())]
+            what = "unfinished download" if is_partial(path) else "drafter"
+            yield _item(path, what, named_by=tuple(named), locks=(fetch_lock(path),))
+
+
+def _completed() -> Iterator[Item]:
+    """Whole copies of drafters whose config.json lacks fields; serving makes them again."""
+    folder = cache_folder() / "completed"
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.is_dir():
+            item = _item(path, "completed drafter")
+            young = path.name.startswith(".") and item.age_days < _UNFINISHED_FOR  # it is written without a lock
+            yield replace(item, named_by=("whoever writes it: it changed within the hour",)) if young else item
 
 
 def _held(lock: Path) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from angelspec.core.errors import CheckpointError, TargetError
+from angelspec.core.acceptance import pool
+from angelspec.core.errors import CheckpointError, DataError, TargetError
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe import PromptSource
@@ -16,6 +17,7 @@ from angelspec.core.registry import RegisteredDrafter
 from angelspec.core.workloads import WORKLOADS
 from angelspec.data.answers import Prompt
 from angelspec.data.chat import chat_format, prompt_rows
+from angelspec.data.quarantine import require_usable
 from angelspec.data.reading import read_sources
 from angelspec.data.rounds import first_round
 from angelspec.decoding.plain import decode_plain
@@ -80,45 +82,61 @@ def drafting_problems(folder: Path, manifest: DrafterManifest, *, say: Say = lam
             f"the target on this machine ({target.digest[:16]}) is not the one it was trained for "
             f"({manifest.target.digest[:16]})"
         ]
-    suite = Suite("probe", tuple(_prompts(target, manifest)))
-    tokens = [list(prompt.tokens) for prompt in suite.prompts]
+    try:
+        prompts = _prompts(target, manifest)
+    except DataError as error:
+        return [str(error)]
+    tokens = [list(prompt.tokens) for prompt in prompts]
     proposer = drafter_proposer(loaded.drafter.eval().requires_grad_(False), target=target, name="probe")
     with torch.no_grad():
         run = decode(target, proposer, tokens, max_new_tokens=_TOKENS, temperature=0.0, seed=0, batch_size=len(tokens))
         plain = decode_plain(target, tokens, max_new_tokens=_TOKENS, temperature=0.0, seed=0)
-        compared = compare_answers(
-            target,
-            suite,
-            plain=[answer.tokens for answer in plain],
-            speculative=[answer.tokens for answer in run.answers],
-            proposer=proposer.name,
-            temperature=0.0,
-        )
-    first = compared.first_divergence
-    if first is not None and first.top2_gap > _TIE:
-        return [
-            f"with this drafter the target answers the prompt {first.prompt_id} differently from its token "
-            f"{first.position} on (top-2 logit gap {first.top2_gap:.2g})"
+        compared = [
+            compare_answers(
+                target,
+                Suite(prompt.workload, (prompt,)),
+                plain=[truth.tokens],
+                speculative=[answer.tokens],
+                proposer=proposer.name,
+                temperature=0.0,
+            ).first_divergence
+            for prompt, truth, answer in zip(prompts, plain, run.answers, strict=True)
         ]
-    steps = sum(len(answer.committed) for answer in run.answers)
-    committed = sum(sum(answer.committed) for answer in run.answers)
-    if not steps:
-        return []
-    length = committed / steps
-    say(f"drafted on {len(tokens)} prompts: accepted length {length:.2f}")
+    problems = [
+        f"with this drafter the target answers the prompt {found.prompt_id} differently from its token "
+        f"{found.position} on (top-2 logit gap {found.top2_gap:.2g})"
+        for found in compared
+        if found is not None and found.top2_gap > _TIE
+    ]
+    if problems:
+        return problems
+    counts = pool(answer.counts(depth=proposer.depth) for answer in run.answers)
+    if counts.mean_accepted_length is None:
+        return [f"the target ends every answer to {len(tokens)} prompts at once, so nothing was drafted"]
+    say(f"drafted on {len(tokens)} prompts: accepted length {counts.mean_accepted_length:.2f}")
     reported = max((cell.finished.mean_accepted_length or 1.0 for cell in manifest.acceptance), default=1.0)
     if reported > _CLEARLY_MORE and not any(sum(answer.accepted) for answer in run.answers):
-        return [f"no proposal was accepted in {steps} steps, though its report says {reported:.2f}"]
+        return [f"no proposal was accepted in {counts.verify_steps} steps, though its report says {reported:.2f}"]
     return []
 
 
 def _prompts(target: Target, manifest: DrafterManifest) -> list[Prompt]:
-    """The shortest of a few prompts of each workload, from those that ship with angelspec."""
+    """The shortest of a few prompts of each workload, from those that ship with angelspec.
+
+    Raises:
+        DataError: the target's template refuses too many of them.
+    """
     sources = [PromptSource(name=workload, source=f"builtin:eval/{workload}", limit=8) for workload in WORKLOADS]
     read = read_sources(sources, manifest.recipe.data, responses="rollout")
     first = [item.conversation for item in first_round(read.accepted)]
-    rendered = prompt_rows(first, chat_format(target, mode=manifest.mode)).prompts
+    rendered = prompt_rows(first, chat_format(target, mode=manifest.mode))
+    require_usable(
+        accepted=len(rendered.prompts),
+        rejected=rendered.rejected,
+        max_bad_fraction=manifest.recipe.data.max_bad_fraction,
+        what="prompts to draft on",
+    )
     shortest: dict[str, Prompt] = {}
-    for prompt in sorted(rendered, key=lambda prompt: len(prompt.tokens)):
+    for prompt in sorted(rendered.prompts, key=lambda prompt: len(prompt.tokens)):
         shortest.setdefault(prompt.workload, prompt)
     return [shortest[workload] for workload in WORKLOADS if workload in shortest]

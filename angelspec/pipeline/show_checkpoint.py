@@ -14,6 +14,7 @@ from angelspec.core.manifest import DrafterManifest
 from angelspec.core.registry import RegisteredDrafter, Registry, load_registry
 from angelspec.core.repositories import Repository, names_a_hub
 from angelspec.drafters.checkpoint import examine_checkpoint
+from angelspec.evaluation.tables import number
 from angelspec.hub.resolve import on_this_machine
 from angelspec.pipeline.progress import table_console
 
@@ -130,14 +131,7 @@ def print_facts(facts: dict[str, Any], *, console: Console | None = None) -> Non
         ]
     if drafter is not None:
         rows.append(("algorithm", f"{drafter['algorithm']}, proposes {drafter['proposals']}"))
-        for key in (
-            "block_size",
-            "sample_from_anchor",
-            "mask_token_id",
-            "target_layer_ids",
-            "num_layers",
-            "num_depths",
-        ):
+        for key in _SHOWN:
             if key in drafter:
                 rows.append((key, str(drafter[key])))
         rows.append(("parameters", f"{facts['parameters']:,}"))
@@ -157,12 +151,8 @@ def print_facts(facts: dict[str, Any], *, console: Console | None = None) -> Non
     if facts.get("acceptance"):
         table = Table("suite", "workload", "temperature", "accepted length", "prompt lookup", box=None, pad_edge=False)
         for cell in facts["acceptance"]:
-            table.add_row(cell["suite"], cell["workload"], f"{cell['temperature']:g}", _number(cell["accepted_length"]),
-                          _number(cell["lookup"]))  # fmt: skip
+            table.add_row(cell["suite"], cell["workload"], f"{cell['temperature']:g}", number(cell["accepted_length"]),
+                          number(cell["lookup"]))  # fmt: skip
         console.print(table)
     for problem in facts.get("problems", ()):
         console.print(f"  [red]problem[/red]: {problem}", highlight=False)
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"

@@ -145,7 +145,7 @@ def make_plan(
     defaults = default_flags(
         given, device=hardware.device, capability=hardware.capability, max_total_tokens=pool_tokens
     )
-    if (template := _chat_template(resolved.drafters)) is not None and not is_given(given, "--chat-template"):
+    if (template := shared_chat_template(resolved.drafters)) is not None and not is_given(given, "--chat-template"):
         defaults["--chat-template"] = template
     flags = (*given, *(Flag(name, () if value is None else (value,)) for name, value in defaults.items()))
     tokens = flag_value(flags, "--max-total-tokens")
@@ -174,7 +174,12 @@ def _is_dense(architecture: str) -> bool:
     return architecture in ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3")
 
 
-def _chat_template(drafters: Sequence[ResolvedDrafter]) -> str | None:
+def shared_chat_template(drafters: Sequence[ResolvedDrafter]) -> str | None:
+    """The chat template that all trained drafters were trained with; None: their target's own, or nobody knows.
+
+    Raises:
+        BundleError: they were trained with different ones.
+    """
     templates = {drafter.chat_template for drafter in drafters if drafter.manifest is not None}
     if len(templates) > 1:
         raise BundleError(

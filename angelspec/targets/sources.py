@@ -14,17 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from angelspec.core.errors import MissingRequirement, TargetError, suggest
+from filelock import FileLock
+
+from angelspec.core.errors import HubError, MissingRequirement, TargetError, suggest
 from angelspec.core.files import read_json, write_json_atomic
 from angelspec.core.fingerprint import file_sha256, fingerprint
 from angelspec.core.locations import cache_folder
 from angelspec.core.network import transport_errors
-from angelspec.core.repositories import is_repository_name
+from angelspec.core.repositories import HUBS, Repository, names_a_hub
 
-SCHEMES = ("folder", "hf", "modelscope", "wheel", "random")
+SCHEMES = ("folder", *HUBS, "wheel", "random")
 TEMPLATE_FOLDER = Path(__file__).resolve().parent / "templates"
 SOURCE_RECORD = "angelspec_source.json"
 """Written into every folder that angelspec makes: what it was made from."""
+BUILD_LOCK = ".angelspec-building.lock"
+"""Lies in a folder of the cache, locked, while a command fills it."""
 
 _GRAMMAR = (
     "write folder:PATH, hf:ORG/NAME[@REVISION], modelscope:ORG/NAME[@REVISION], wheel:PACKAGE==VERSION#FILE.gguf "
@@ -69,11 +73,12 @@ def parse_source(source: str) -> Source:
         raise TargetError(f"target source '{source}' names no known scheme{suggest(scheme, SCHEMES)}", mend=_GRAMMAR)
     if not rest:
         raise TargetError(f"target source '{source}' is incomplete", mend=_GRAMMAR)
-    if scheme in ("hf", "modelscope"):
-        location, _, revision = rest.partition("@")
-        if not is_repository_name(location):
-            raise TargetError(f"target source '{source}' needs ORG/NAME after '{scheme}:'", mend=_GRAMMAR)
-        return Source(scheme, location, revision or None)
+    if names_a_hub(source):
+        try:
+            repository = Repository.parse(source)
+        except HubError as error:
+            raise TargetError(f"target source {error.message}", mend=_GRAMMAR) from error
+        return Source(scheme, repository.name, repository.revision)
     if scheme == "wheel":
         package, _, file = rest.partition("#")
         if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9._+!-]+", package) or not file.endswith(".gguf"):
@@ -269,15 +274,18 @@ def building(folder: Path, *, record: dict[str, Any]) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
-        yield temporary
-        write_json_atomic(temporary / SOURCE_RECORD, record)
-        temporary.chmod(0o755)
-        try:
-            temporary.rename(folder)
-        except OSError:
-            # Another process finished the same folder first: equal content, keep theirs.
-            if not folder.is_dir():
-                raise
+        with FileLock(temporary / BUILD_LOCK):
+            yield temporary
+            write_json_atomic(temporary / SOURCE_RECORD, record)
+            temporary.chmod(0o755)
+            try:
+                temporary.rename(folder)
+            except OSError:
+                # Another process finished the same folder first: equal content, keep theirs.
+                if not folder.is_dir():
+                    raise
+            else:
+                (folder / BUILD_LOCK).unlink(missing_ok=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -345,15 +353,18 @@ def _fetch_modelscope(source: Source, *, trust_remote_code: bool, say: Progress)
         raise MissingRequirement(
             f"{source} needs the package 'modelscope'", mend="pip install 'angelspec[modelscope]'"
         ) from error
-    say(f"fetching {source}")
     patterns = [*_ALLOWED_FILES, *(_CODE_FILES if trust_remote_code else ())]
     # modelscope resumes inside this folder; check_folder tells an unfinished one from a finished one.
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        snapshot_download(source.location, revision=source.revision, allow_patterns=patterns, local_dir=str(folder))
-    except Exception as error:  # modelscope raises bare Exception, requests' and its own errors alike
-        raise TargetError(
-            f"{source} cannot be fetched: {error}", mend="check the name, the revision and the network"
-        ) from error
-    write_json_atomic(folder / SOURCE_RECORD, {"source": str(source), "revision": source.revision or "master"})
+    with FileLock(folder / BUILD_LOCK):  # stays there: whoever waits for it must not lose it
+        if not folder_problems(folder):
+            return folder  # another process fetched it meanwhile
+        say(f"fetching {source}")
+        try:
+            snapshot_download(source.location, revision=source.revision, allow_patterns=patterns, local_dir=str(folder))
+        except Exception as error:  # modelscope raises bare Exception, requests' and its own errors alike
+            raise TargetError(
+                f"{source} cannot be fetched: {error}", mend="check the name, the revision and the network"
+            ) from error
+        write_json_atomic(folder / SOURCE_RECORD, {"source": str(source), "revision": source.revision or "master"})
     return folder

@@ -86,7 +86,8 @@ GOOD = {
         ({"proposals": 8}, "a block of 8 slots proposes 7, not 8"),
         ({"repository": "hf:a/b@123"}, "pinned revision and pinned_because"),
         ({"pinned_because": "x"}, "pinned revision and pinned_because"),
-        ({"repository": "hub:a/b"}, "names no known hub"),
+        ({"repository": "hub:a/b"}, "repository: 'hub:a/b' names no known hub.*; write hf:ORG/NAME"),
+        ({"mirrors": ["hf:a/c", "hf:a/c@"]}, "mirrors: 'hf:a/c@' has no usable revision"),
         ({"mode": "low-think"}, "no-think"),
         ({"folder": "../x"}, "folder"),
         ({"colour": "red"}, "colour"),
@@ -97,8 +98,31 @@ def test_entries_are_checked(changes, message):
     if message is None:
         assert parse_registry(text).drafters
     else:
-        with pytest.raises((CheckpointError, HubError), match=message):
+        with pytest.raises(CheckpointError, match=message) as caught:
             parse_registry(text)
+        assert "1 problem(s)\n  a/b: " in str(caught.value)
+
+
+def test_every_problem_is_said_by_name_and_key():
+    entries = [
+        GOOD,
+        {**GOOD, "name": "c/d", "colour": "red", "mode": "low-think"},
+        {key: value for key, value in GOOD.items() if key != "name"},
+        "plain",
+        {**GOOD, "name": "e/f", "repository": None},
+    ]
+    with pytest.raises(CheckpointError) as caught:
+        parse_registry(yaml.safe_dump({"drafters": entries}))
+    lines = [line.strip() for line in caught.value.message.splitlines()]
+    assert lines[0] == "registry.yaml: 5 problem(s)"
+    assert lines[1].startswith("c/d: mode: 'low-think' is not allowed")
+    assert lines[2].startswith("c/d: colour: unknown key; allowed: name, repository")
+    assert lines[3] == "drafters[2].name: is required"
+    assert lines[4].startswith("drafters[3]: ")
+    assert lines[5] == "e/f: give repository, folder or both"
+    for content in (["a"], {"drafters": "many"}, {"drafters": {"a": GOOD}}, {"format_version": 2, "drafters": [GOOD]}):
+        with pytest.raises(CheckpointError, match="problem"):
+            parse_registry(yaml.safe_dump(content))
 
 
 def test_names_are_unique_and_the_file_is_yaml():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -17,7 +18,10 @@ from angelspec.cli.main import cli
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe import Recipe
 from angelspec.core.recipe_files import load_recipe
+from angelspec.data.reasons import Reason, Rejection
+from angelspec.decoding.answers import Decoded
 from angelspec.drafters.checkpoint import load_drafter
+from angelspec.evaluation import acceptance
 from angelspec.pipeline import probe
 from angelspec.targets.target import load_target
 
@@ -224,6 +228,18 @@ def test_evaluate_takes_names(both, tree, monkeypatch):
     assert run("evaluate", "alice/nothing").exit_code == 2
 
 
+def test_evaluate_fetches_nothing_without_a_manifest(both, tree, tmp_path):
+    content = {path.name: path.read_bytes() for path in tree.iterdir() if path.is_file()}
+    del content["angelspec_manifest.json"]
+    for kind in both:
+        both[kind].add("alice/plain", files=content)
+        result = run("evaluate", f"{kind}:alice/plain")
+        assert result.exit_code == 2 and "has no angelspec_manifest.json" in result.output, result.output
+        assert "nothing was fetched" in result.output and "model.safetensors" not in result.output
+    assert not list(tmp_path.rglob("*.partial"))
+    assert run("pull", "hf:alice/plain").exit_code == 0
+
+
 def test_show_lists_the_registry_and_details(tree):
     assert "AngelSlim/Qwen3-8B-DFly-Block8" in run("checkpoint", "show").stdout
     rows = json.loads(run("checkpoint", "show", "--json").stdout)
@@ -286,6 +302,51 @@ def test_a_drafter_that_changes_the_answers_is_refused(beside_its_target, monkey
     monkeypatch.setattr(probe, "decode", changed)
     (problem,) = probe.drafting_problems(beside_its_target, DrafterManifest.read(beside_its_target))
     assert "answers the prompt" in problem and "from its token 3 on" in problem
+
+
+def test_a_rounding_tie_hides_no_real_difference(beside_its_target, monkeypatch):
+    real, gaps = probe.decode, iter([1e-9, 0.5])
+
+    def changed(*arguments, **named):
+        answers = real(*arguments, **named)
+        for index, position in ((0, 3), (1, 5)):
+            answers.answers[index].tokens[position] += 1
+        return answers
+
+    monkeypatch.setattr(probe, "decode", changed)
+    monkeypatch.setattr(acceptance, "_top2_gap", lambda target, tokens: next(gaps))
+    (problem,) = probe.drafting_problems(beside_its_target, DrafterManifest.read(beside_its_target))
+    assert "from its token 5 on (top-2 logit gap 0.5)" in problem
+
+
+def test_a_target_that_ends_at_once_proves_nothing(beside_its_target, monkeypatch):
+    real, plain = probe.decode, probe.decode_plain
+
+    def ended(*arguments, **named):
+        run = real(*arguments, **named)
+        answers = [Decoded(tokens=answer.tokens[:1], finish_reason="stop") for answer in run.answers]
+        return dataclasses.replace(run, answers=answers)
+
+    def plainly(*arguments, **named):
+        return [Decoded(tokens=answer.tokens[:1], finish_reason="stop") for answer in plain(*arguments, **named)]
+
+    monkeypatch.setattr(probe, "decode", ended)
+    monkeypatch.setattr(probe, "decode_plain", plainly)
+    (problem,) = probe.drafting_problems(beside_its_target, DrafterManifest.read(beside_its_target))
+    assert problem == "the target ends every answer to 3 prompts at once, so nothing was drafted"
+
+
+def test_prompts_that_the_template_refuses_are_named(beside_its_target, monkeypatch):
+    real = probe.prompt_rows
+
+    def refusing(conversations, form):
+        rendered = real(conversations, form)
+        refused = [Rejection("eval.jsonl", n, Reason.TEMPLATE_ERROR, "no such role") for n in range(len(conversations))]
+        return dataclasses.replace(rendered, prompts=rendered.prompts[:1], rejected=refused)
+
+    monkeypatch.setattr(probe, "prompt_rows", refusing)
+    (problem,) = probe.drafting_problems(beside_its_target, DrafterManifest.read(beside_its_target))
+    assert "prompts to draft on: " in problem and "no such role" in problem
 
 
 def test_another_target_is_refused(beside_its_target):

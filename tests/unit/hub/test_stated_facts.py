@@ -6,10 +6,16 @@ import json
 import shutil
 
 import pytest
+from hub_builders import exported_drafter, plain_card
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from angelspec.core.errors import CheckpointError
 from angelspec.core.manifest import DrafterManifest
+from angelspec.core.recipe_files import load_recipe
+from angelspec.hub.publish import prepare
 from angelspec.hub.stated_facts import contradictions
+from angelspec.pipeline.probe import tensor_problems
 
 
 @pytest.fixture
@@ -43,27 +49,58 @@ def test_what_is_not_stated_is_named(tree, key):
     [
         ({"rope_theta": 5e5}, "rope_theta is given as"),
         ({"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "the manifest's"),
-        ({"dtype": "float32"}, "dtype is 'float32' in config.json, but the tensors are bfloat16"),
-        ({"torch_dtype": "torch.float16"}, "torch_dtype is 'torch.float16'"),
+        ({"dtype": "float32"}, "config.json states two dtypes: bfloat16, float32"),
+        ({"torch_dtype": "torch.float16"}, "config.json states two dtypes: bfloat16, float16"),
     ],
 )
 def test_contradictions_are_named(tree, changes, message):
     assert any(message in item for item in found(tree, changes)), found(tree, changes)
 
 
+def publishing(tree):
+    """What publish says to a checkpoint, but for drafting with it."""
+    checks = {"the tensors": tensor_problems}
+    return prepare(tree, license="apache-2.0", base_model=None, write_card=plain_card, checks=checks)
+
+
+def refusal(tree) -> str:
+    with pytest.raises(CheckpointError) as caught, publishing(tree):
+        pass
+    return str(caught.value)
+
+
+def test_a_dtype_that_is_not_the_tensors(tree):
+    found(tree, {"dtype": "float32", "torch_dtype": "float32"})
+    assert "config.json says float32 but the tensors are bfloat16" in refusal(tree)
+
+
 def test_tensors_of_two_kinds(tree):
     tensors = load_file(tree / "model.safetensors")
     name = next(iter(tensors))
     save_file({**tensors, name: tensors[name].float()}, tree / "model.safetensors")
-    assert "dtype is 'bfloat16' in config.json, but the tensors are bfloat16, float32" in found(tree)
+    assert "config.json says bfloat16 but the tensors are bfloat16, float32" in refusal(tree)
+    found(tree, {"torch_dtype": "float32"})
+    assert "config.json states two dtypes: bfloat16, float32" in refusal(tree)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\x00" * 4, b"\xff" * 64, b"\x02\x00\x00\x00\x00\x00\x00\x00{}extra", b"x" * 900]
-)
+def test_what_chooses_experts_may_be_float32(tmp_path):
+    folder = exported_drafter(tmp_path / "moe", recipe=load_recipe("tiny-mtp-hy3"))
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (no mapping)
+    assert set(kinds.values()) == {"BF16", "F32"}, kinds
+    with publishing(folder) as publication:
+        assert publication.manifest.drafter.mlp == "moe"
+
+
+@pytest.mark.parametrize("content", [b"\x00" * 4, b"\xff" * 64, b"\x02\x00\x00\x00\x00\x00\x00\x00{}extra", b"x" * 900])
 def test_what_is_no_safetensors_file(tree, content):
     (tree / "model.safetensors").write_bytes(content)
-    assert found(tree), content
+    assert "model.safetensors" in refusal(tree).partition("problem(s)")[2], content
+
+
+def test_weights_of_no_bytes(tree):
+    (tree / "model.safetensors").write_bytes(b"")
+    assert "model.safetensors is empty" in refusal(tree)
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from filelock import FileLock
 
 from angelspec.cli.main import cli
-from angelspec.core.errors import AngelspecError
-from angelspec.core.files import write_json_atomic
+from angelspec.core.errors import AngelspecError, TargetError
+from angelspec.core.files import read_json, write_json_atomic
 from angelspec.core.known_targets import SMOLLM2_WHEEL
-from angelspec.pipeline.cleaning import find_items, parse_age, parse_size
+from angelspec.core.repositories import Repository
+from angelspec.hub import pull
+from angelspec.hub.transport import RemoteFile
+from angelspec.pipeline.cleaning import find_items, parse_age, parse_size, remove
+from angelspec.targets.sources import BUILD_LOCK, building, materialise
 
 
 def put(path, size=1000, days=0.0):
@@ -53,6 +59,8 @@ def disk(tmp_path, monkeypatch):
     put(cache / "targets" / "wheel-smollm2" / "model.safetensors", 8000, days=300)
     write_json_atomic(cache / "targets" / "wheel-smollm2" / "angelspec_source.json", {"source": SMOLLM2_WHEEL})
     put(cache / "targets" / "random-llama-old" / "model.safetensors", 300, days=300)
+    put(cache / "completed" / ("d" * 16) / "model.safetensors", 200, days=3)
+    put(cache / "completed" / (".eeee.abc.tmp") / "model.safetensors", 200, days=3)
     put(cache / "digests" / "x.json", 10)
     return tmp_path
 
@@ -65,6 +73,7 @@ def test_lists_what_can_go_and_who_needs_the_rest(disk):
     items = find_items(disk / "runs")
     assert names(items, named=False) == {
         "train-" + "a" * 16, "tried", "tiny@ba9876543210", ".tiny@ffff.partial", "random-llama-old",
+        "d" * 16, ".eeee.abc.tmp",
     }  # fmt: skip
     reasons = {item.path.name: item.named_by for item in items if item.named_by}
     assert reasons == {
@@ -75,6 +84,8 @@ def test_lists_what_can_go_and_who_needs_the_rest(disk):
         "Qwen3-8B-DFly-Block8@571292600000": ("registered as AngelSlim/Qwen3-8B-DFly-Block8",),
         "wheel-smollm2": ("target smollm2-135m-instruct",),
     }
+    what = {item.path.name: item.what for item in items}
+    assert what[".tiny@ffff.partial"] == "unfinished download" and what["d" * 16] == "completed drafter"
     assert [item.size for item in items] == sorted((item.size for item in items), reverse=True)
 
 
@@ -124,6 +135,107 @@ def test_what_is_in_use_is_not_offered(disk):
         result = clean("--yes")
         assert "in use now" in result.output
     assert (disk / "runs" / "store" / ("train-" + "a" * 16)).is_dir()
+
+
+def listed(disk, name):
+    return next(item for item in find_items(disk / "runs") if item.path.name == name)
+
+
+def test_a_download_under_way_stays(disk, monkeypatch):
+    """The real pull, cleaned in the middle and then cut off."""
+    seen = []
+
+    class Hub:
+        tokens = ()
+        content = b"{}"
+
+        def snapshot(self, name, revision):
+            return "0" * 40
+
+        def files(self, name, revision):
+            return {path: RemoteFile(len(self.content)) for path in ("config.json", "model.safetensors")}
+
+        def download(self, name, path, *, revision, into, expected):
+            (into / path).write_bytes(self.content)
+            if path == "model.safetensors":
+                seen.append((into, clean("--yes").output, into.is_dir()))
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(pull, "connect", lambda kind: Hub())
+    with pytest.raises(KeyboardInterrupt):
+        pull.pull(Repository("hf", "bob/new"))
+    ((partial, output, stayed),) = seen
+    assert stayed and f"{partial}; in use now" in output
+    assert not listed(disk, partial.name).in_use  # abandoned
+    clean("--yes")
+    assert not partial.exists()
+
+
+def test_a_target_being_built_stays(disk):
+    folder = disk / "cache" / "targets" / "new"
+    with building(folder, record={"source": "random:llama"}) as unfinished:
+        put(unfinished / "model.safetensors")
+        assert listed(disk, unfinished.name).what == "unfinished target"
+        assert f"{unfinished}; in use now" in clean("--yes").output
+        assert unfinished.is_dir()
+    assert not listed(disk, "new").in_use
+    assert sorted(path.name for path in folder.iterdir()) == ["angelspec_source.json", "model.safetensors"]
+
+
+def test_a_build_that_died_can_go(disk):
+    died = disk / "cache" / "targets" / ".new.abcd"
+    put(died / BUILD_LOCK, 0)
+    clean("--yes")
+    assert not died.exists()
+
+
+def test_a_target_being_fetched_stays(disk, monkeypatch):
+    seen = []
+
+    class ModelScope:
+        @staticmethod
+        def snapshot_download(location, *, local_dir, **named):
+            put(Path(local_dir) / "model.safetensors")
+            seen.append((clean("--yes").output, Path(local_dir).is_dir()))
+            raise OSError("cut off")
+
+    monkeypatch.setitem(sys.modules, "modelscope", ModelScope)
+    with pytest.raises(TargetError, match="cut off"):
+        materialise("modelscope:org/name")
+    folder = disk / "cache" / "targets" / "modelscope-org--name"
+    assert seen[0][1] and f"{folder}; in use now" in seen[0][0]
+    clean("--yes")
+    assert not folder.exists()
+
+
+def test_a_copy_that_is_just_written_is_not_taken_for_abandoned(disk):
+    young = put(disk / "cache" / "completed" / ".ffff.abc.tmp" / "model.safetensors", days=0.5 / 24)
+    (reason,) = listed(disk, ".ffff.abc.tmp").named_by
+    assert "within the hour" in reason
+    clean("--yes")
+    assert young.is_file() and not (disk / "cache" / "completed" / ".eeee.abc.tmp").exists()
+
+
+def test_what_begins_while_the_user_thinks_stays(disk, monkeypatch):
+    lock = FileLock(disk / "runs" / "store" / (".train-" + "a" * 16 + ".lock"))
+    monkeypatch.setattr("click.confirm", lambda text: lock.acquire() and True)
+    try:
+        output = clean().output
+    finally:
+        lock.release()
+    assert "stays: a command began to work in it" in output and "removed 6," in output
+    assert (disk / "runs" / "store" / ("train-" + "a" * 16)).is_dir()
+
+
+def test_a_drafters_pointers_go_with_it(disk):
+    alice = disk / "cache" / "drafters" / "hf" / "alice"
+    write_json_atomic(alice / "tiny.refs.json", {"": "tiny@0123456789ab", "v1": "tiny@ba9876543210"})
+    write_json_atomic(alice / "big.refs.json", {"": "big@0123456789ab"})
+    remove(listed(disk, "tiny@0123456789ab"))
+    assert read_json(alice / "tiny.refs.json") == {"v1": "tiny@ba9876543210"}
+    assert listed(disk, "tiny@ba9876543210").named_by == ("pulled as hf:alice/tiny@v1",)
+    remove(listed(disk, "tiny@ba9876543210"))
+    assert not (alice / "tiny.refs.json").exists() and (alice / "big.refs.json").is_file()
 
 
 def test_only_lists(disk):

