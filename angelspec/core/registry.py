@@ -151,7 +151,7 @@ def parse_registry(text: str) -> Registry:
 
 def _by_name(problem: str, content: Any) -> str:
     """A problem whose entry is called by its name rather than by its place in the list."""
-    found = re.match(r"drafters\[(\d+)\](?:\.|: )", problem)
+    found = re.match(r"drafters\.(\d+)(?:\.|: )", problem)
     entry = content["drafters"][int(found[1])] if found else None
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
         return problem
