@@ -299,8 +299,8 @@ def _speed_arguments(info: ServerInfo) -> dict[str, Any]:
 def _shown(window: Window) -> str:
     speed = f"{window.tokens_per_second:.1f} tokens/s" if window.tokens_per_second is not None else "no tokens"
     words = f"{window.traffic}, concurrency {window.concurrency}, {window.choice}: {speed} in {window.seconds:.1f} s"
-    if window.accepted_length is not None:
-        words += f", accepted length {window.accepted_length:.2f}"
+    if (length := window.acceptance.mean_accepted_length) is not None:
+        words += f", accepted length {length:.2f}"
     if window.failures:
         words += f", {len(window.failures)} failed"
     return words + (", too short" if window.too_short else "")

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 from serving_builders import window_of
 
+from angelspec.core.acceptance import AcceptanceCounts
 from angelspec.evaluation.serve_plot import plot_bench
 from angelspec.evaluation.serve_tables import (
     bench_markdown,
@@ -29,10 +30,10 @@ def result():
     windows = [
         window_of("ar", 0, tokens=100, seconds=10.0),
         window_of("dfly", 0, tokens=200, seconds=10.0, counters=counters, too_short=True),
-        window_of(CONTROL, 0, tokens=110, seconds=10.0, accepted_length=None),
+        window_of(CONTROL, 0, tokens=110, seconds=10.0, acceptance=AcceptanceCounts(), speculative_steps=0),
         window_of("ar", 1, tokens=100, seconds=10.0),
         window_of("dfly", 1, tokens=180, seconds=10.0, failures=("p1: gone",)),
-        window_of(CONTROL, 1, tokens=110, seconds=10.0, accepted_length=None),
+        window_of(CONTROL, 1, tokens=110, seconds=10.0, acceptance=AcceptanceCounts(), speculative_steps=0),
     ]
     return BenchResult(
         created="2026-11-30T00:00:00+00:00", url="http://s", control_url="http://c", engine_version="0.5.23",

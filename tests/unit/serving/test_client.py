@@ -89,7 +89,8 @@ def test_text_survives_torn_bytes_and_odd_separators():
 
 def test_metadata_is_found_in_either_place_of_a_whole_chat():
     metadata = {"route": "mtp", "why": "", "workload": "chat", "mode": None, "steps_by_route": {"mtp": 2},
-                "verify_steps": 2, "accepted_length": 1.5, "kept_ratio": 1.0, "speculative_share": 1.0}  # fmt: skip
+                "verify_steps": 2, "generated_tokens": 3, "drafted_tokens": 6, "proposed_tokens": 6,
+                "accepted_length": 1.5, "kept_ratio": 1.0, "speculative_share": 1.0}  # fmt: skip
     choice = {"message": {"content": "x"}, "finish_reason": "stop", "meta_info": {"angelspec": metadata}}
     assert chat_answer({"choices": [choice]}, seconds=1.0).metadata.accepted_length == 1.5
     top = {"choices": [{"message": {"content": "x"}}], "angelspec": {"metadata": metadata, "pieces": []}}
