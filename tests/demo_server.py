@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
 from angelspec.core.request_label import RequestRecord
+from sglang_ext.metrics import Counters
 
 ACCEPTANCE = {"mtp": (1, 0, 2, 3, 1), "dfly": (3, 1, 5, 2, 7, 0, 4), "dfly-think": (2, 4, 1, 3)}
 """Accepted proposals of a drafter's steps, over and over."""
@@ -81,7 +82,7 @@ class DemoServer:
             state["angelspec"] = {
                 "bundle": "embedded", "target": "models/smollm2-135m", "mode_family": "smollm2", "speculation": "on",
                 "drafters": DRAFTERS, "costs_measured": True, "draft_bytes_per_token": 1024, "ratios": None,
-                "counters": {"steps": 1},
+                "counters": Counters(steps=1).as_dict(),
             }  # fmt: skip
         return {"version": "0.5.23", "model_path": "models/smollm2-135m", "internal_states": [state]}
 

@@ -189,6 +189,9 @@ class BenchResult(BaseModel):
                 said.append(f"{where}: the window took {window.seconds:.1f} s, the minimum is {least:g} s")
             if not window.cache_emptied:
                 said.append(f"{where}: the prefix cache could not be emptied before it")
+            if window.counters is not None and window.counters.nan_rows:
+                rows = window.counters.nan_rows
+                said.append(f"{where}: {rows} row(s) were decoded plainly because their drafter was not finite")
             if window.failures:
                 said.append(f"{where}: {len(window.failures)} request(s) failed, first: {window.failures[0]}")
         return said

@@ -55,6 +55,13 @@ def test_choices():
         choices_of(["dfly:of"], ["auto"])
 
 
+def test_reserved_names_are_refused():
+    with pytest.raises(RequestError, match="route 'control' can't be measured"):
+        choices_of(["mtp", "control:off"], ["auto"])
+    with pytest.raises(RequestError, match="a prompt set is called 'mixed'"):
+        mixed_traffic([_traffic("a", 1), _traffic("mixed", 1)])
+
+
 def test_the_order_is_rotated_so_that_each_choice_has_each_place():
     choices = choices_of(["mtp", "dfly"], ["auto"])
     places = Counter(
