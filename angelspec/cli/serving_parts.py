@@ -57,7 +57,7 @@ def examine(found: FoundDrafter, geometry: TargetGeometry) -> Examined:
     """Everything that `angelspec checkpoint check` says, with the target's shape."""
     from angelspec.drafters.checkpoint import HARMLESS, examine_checkpoint
 
-    inspection = examine_checkpoint(found.folder, geometry=geometry, overrides=found.overrides)
+    inspection = examine_checkpoint(found.folder, geometry=geometry)
     problems = [str(problem) for problem in inspection.problems if problem.code not in HARMLESS]
     if inspection.config is None and not problems:
         problems = [f"{found.folder} has no config.json: give the folder of an exported drafter"]
