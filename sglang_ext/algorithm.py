@@ -10,19 +10,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from angelspec.core.engine import ALGORITHM, RAGGED_BACKENDS
 from angelspec.core.errors import AngelspecError
 from sglang_ext.compat import CustomSpecAlgo, SpeculativeAlgorithm
 from sglang_ext.engine_hooks import check_applied
-from sglang_ext.settings import ALGORITHM, current_plan, draft_folder
-
-RAGGED_BACKENDS: Mapping[str, str] = {
-    "fa3": "",
-    "fa4": "",
-    "trtllm_mha": "",
-    "flashinfer": "without CUDA graphs",
-    "torch_native": "on a CPU with angelspec's platform",
-}
-"""Attention backends that can verify rows of different widths, and where."""
+from sglang_ext.settings import current_plan, draft_folder
 
 
 class UnsupportedError(AngelspecError):
@@ -94,7 +86,7 @@ def refuse_unsupported(server_args: Any) -> None:
             mend="leave these out, or serve without the extension",
         )
     if getattr(server_args, "attention_backend", None) not in (None, *RAGGED_BACKENDS):
-        allowed = ", ".join(f"{name} {where}".strip() for name, where in RAGGED_BACKENDS.items())
+        allowed = ", ".join(f"{name} {backend.where}".strip() for name, backend in RAGGED_BACKENDS.items())
         raise UnsupportedError(
             f"attention backend '{server_args.attention_backend}' can't verify rows of different widths",
             mend=f"use one of: {allowed}",

@@ -1,7 +1,7 @@
 """The seam: every internal of SGLang that the extension touches, named once and checked when the plugin loads.
 
 Nothing else in ``sglang_ext`` imports ``sglang`` but the models (layers) and ``cpu/`` (which has its own list).
-An upgrade of SGLang is done here: raise ``SUPPORTED``, run ``check_contract``, and mend what it names.
+An upgrade of SGLang is done here: raise ``core.engine.SGLANG_VERSION``, run ``check_contract``, and mend what it names.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from angelspec.core.engine import SGLANG_VERSION as SUPPORTED
 from angelspec.core.errors import AngelspecError
-
-SUPPORTED = "0.5.23"
-"""The one version of SGLang that this extension was written for and tested with."""
 
 
 class CompatibilityError(AngelspecError):
@@ -113,7 +111,7 @@ def check_version() -> None:
     if found != SUPPORTED:
         raise CompatibilityError(
             f"SGLang {found} is installed, but this angelspec works with {SUPPORTED}",
-            mend=f"pip install sglang=={SUPPORTED}, or an angelspec that names {found} in sglang_ext/compat.py",
+            mend=f"pip install sglang=={SUPPORTED}, or an angelspec that names {found} in angelspec/core/engine.py",
         )
 
 

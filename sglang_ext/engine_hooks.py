@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from angelspec.core.engine import SPECULATION_SWITCH
 from sglang_ext import compat, http_hooks
 from sglang_ext.answers import TOKENS_KEY, step_entries
 from sglang_ext.settings import current_plan
 
 _COMPONENTS = "sglang.srt.managers.scheduler_components."
 _SHOWN = {"name", "algorithm", "family", "mode", "depth", "source"}
-SWITCH = "angelspec_speculation"
-"""Key of ``/set_internal_state``: 1 is on, 0 is off (SGLang takes numbers alone)."""
 
 
 def hooks() -> Mapping[str, Any]:
@@ -62,7 +61,7 @@ def _update_handlers(original: Any, controller: Any) -> Any:
     def apply(key: str, value: Any) -> None:
         controller.scheduler.draft_worker.set_speculation(value == 1)
 
-    return {**original(controller), SWITCH: compat._UpdateHandler(validate, apply)}
+    return {**original(controller), SPECULATION_SWITCH: compat._UpdateHandler(validate, apply)}
 
 
 def _add_state(original: Any, controller: Any, state: dict[str, Any]) -> Any:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sys
 
+from angelspec.core.engine import ALGORITHM, BUNDLE_VARIABLE, CPU_PLATFORM, PLATFORM_VARIABLE
+
 _registered = False
 
 
@@ -19,9 +21,9 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    named = any(word.rpartition("=")[2].upper() == "ANGELSPEC" for word in sys.argv)
-    wanted = named or "ANGELSPEC_BUNDLE" in os.environ
-    on_cpu = os.environ.get("SGLANG_PLATFORM") == "angelspec_cpu"
+    named = any(word.rpartition("=")[2].upper() == ALGORITHM for word in sys.argv)
+    wanted = named or BUNDLE_VARIABLE in os.environ
+    on_cpu = os.environ.get(PLATFORM_VARIABLE) == CPU_PLATFORM
     if not wanted and not on_cpu:
         return
     try:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from angelspec.core.bundle import Bundle, BundleDrafter, load_bundle
 from angelspec.core.drafter_config import BlockDrafterConfig, MtpDrafterConfig
+from angelspec.core.engine import ALGORITHM, BUNDLE_VARIABLE
 from angelspec.core.errors import BundleError
 from angelspec.core.files import write_json_atomic
 from angelspec.core.fingerprint import fingerprint
@@ -27,10 +28,6 @@ from angelspec.core.locations import cache_folder
 from angelspec.drafters.config_dialects import read_config
 from angelspec.drafters.problem import Findings
 
-BUNDLE_VARIABLE = "ANGELSPEC_BUNDLE"
-"""Environment variable that names the bundle file."""
-ALGORITHM = "ANGELSPEC"
-"""What ``--speculative-algorithm`` is to say."""
 ARCHITECTURE = "AngelSpecDrafters"
 """The draft model that holds every drafter."""
 MARKER = "angelspec.plan"

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
+from angelspec.core.request_label import RequestRecord
+from sglang_ext.metrics import Counters
+
 ACCEPTANCE = {"mtp": (1, 0, 2, 3, 1), "dfly": (3, 1, 5, 2, 7, 0, 4), "dfly-think": (2, 4, 1, 3)}
 """Accepted proposals of a drafter's steps, over and over."""
 DRAFTERS = [
@@ -79,7 +82,7 @@ class DemoServer:
             state["angelspec"] = {
                 "bundle": "embedded", "target": "models/smollm2-135m", "mode_family": "smollm2", "speculation": "on",
                 "drafters": DRAFTERS, "costs_measured": True, "draft_bytes_per_token": 1024, "ratios": None,
-                "counters": {"steps": 1},
+                "counters": Counters(steps=1).as_dict(),
             }  # fmt: skip
         return {"version": "0.5.23", "model_path": "models/smollm2-135m", "internal_states": [state]}
 
@@ -184,36 +187,26 @@ class Steps:
         text = (THINKING if self.mode == "high-think" else "") + f"“{prompt}”\n\n{server.answer}"
         self.words = re.findall(r"\s*\S{1,6}", text)[: body.get("max_tokens") or 4096]
         self.tokens = 0
+        self.record = RequestRecord(self.why, "code", self.mode)
 
     def events(self) -> Any:
         depth = {drafter["name"]: drafter["depth"] for drafter in DRAFTERS}.get(self.drafter, 0)
         runs = ACCEPTANCE.get(self.drafter, (0,))
-        step = committed = drafted = verified = 0
+        step = 0
         while self.tokens < len(self.words):
-            accepted = 0
-            if step:
-                accepted = min(runs[step % len(runs)], depth)
-                kept = min(depth, accepted + 2) if self.cut else depth
-                drafted, verified = drafted + depth, verified + kept
+            accepted = min(runs[step % len(runs)], depth) if step else 0
+            kept = min(depth, accepted + 2) if self.cut else depth
             positions = [*range(1, accepted + 1), 0]
             words = self.words[self.tokens : self.tokens + len(positions)]
             self.tokens += len(words)
-            committed += len(words) if step else 0
+            if step:  # the first token is prefill's
+                self.record.add(self.drafter, committed=len(words), drafted=depth, verified=kept)
             finish = "length" if self.tokens >= len(self.words) else None
             event: dict[str, Any] = {
                 "choices": [{"index": 0, "delta": {"content": "".join(words)}, "finish_reason": finish}]
             }
             if self.body.get("return_spec_tokens_details") and self.server.extension:
                 pieces = [{"text": t, "position": p} for t, p in zip(words, positions, strict=False)]
-                event["angelspec"] = {"metadata": self._metadata(step, committed, drafted, verified), "pieces": pieces}
+                event["angelspec"] = {"metadata": self.record.metadata.model_dump(mode="json"), "pieces": pieces}
             yield event
             step += 1
-
-    def _metadata(self, steps: int, committed: int, drafted: int, verified: int) -> dict[str, Any]:
-        return {
-            "route": self.drafter, "why": self.why, "workload": "code", "mode": self.mode,
-            "steps_by_route": {self.drafter: steps} if steps else {}, "verify_steps": steps,
-            "accepted_length": committed / steps if steps else None,
-            "kept_ratio": (verified + steps) / (drafted + steps) if steps else None,
-            "speculative_share": float(self.drafter != "ar") if steps else None,
-        }  # fmt: skip

@@ -21,6 +21,7 @@ from angelspec.core.errors import RequestError
 from angelspec.core.modes import mode_family
 from angelspec.core.request_label import RequestRecord, parse_label
 from angelspec.core.routing import choose_route
+from sglang_ext.metrics import Counters
 
 
 @dataclass
@@ -78,7 +79,7 @@ class FakeSGLang:
         """Requests whose client left before the end."""
         self.running = 0
         self.most_running = 0
-        self.counters = {"steps": 0, "speculative_steps": 0}
+        self.counters = Counters()
         self.lock = threading.Lock()
         self.started = time.monotonic()
         self.http = ThreadingHTTPServer(address, _handler(self))
@@ -106,10 +107,7 @@ class FakeSGLang:
                     for d in self.bundle.drafters
                 ],
                 "costs_measured": False, "draft_bytes_per_token": 128, "ratios": None,
-                "counters": {
-                    **self.counters, "draft_seconds": 0.0, "plan_seconds": 0.0, "verify_seconds": 0.0,
-                    "other_seconds": 0.0, "mixed_steps": 0, "cut_steps": 0, "nan_rows": 0,
-                },
+                "counters": self.counters.as_dict(),
             }  # fmt: skip
         return {"version": "0.5.23", "model_path": self.bundle.target.source, "dtype": "float32",
                 "internal_states": [state]}  # fmt: skip
@@ -247,8 +245,8 @@ def _handler(server: FakeSGLang):
                     return
                 job.record.add(job.name, committed=len(tokens), drafted=depth, verified=depth)
                 with server.lock:
-                    server.counters["steps"] += 1
-                    server.counters["speculative_steps"] += job.name != "ar"
+                    server.counters.steps += 1
+                    server.counters.speculative_steps += job.name != "ar"
                 yield tokens
 
         def event(self, value):

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from angelspec.core.acceptance import AcceptanceCounts
 from angelspec.core.drafter_config import BlockDrafterConfig, MtpDrafterConfig
 from angelspec.core.geometry import Rope
 from angelspec.serving.bench_result import Window
@@ -109,7 +110,7 @@ def window_of(choice, repeat, *, tokens, seconds, **changes) -> Window:
     values = {
         "traffic": "code", "concurrency": 4, "choice": choice, "repeat": repeat, "place": 0, "seconds": seconds,
         "tokens": tokens, "requests": 4, "stopped": 4, "user_tokens_per_second": 10.0, "first_token_median": 0.2,
-        "first_token_mean": 0.3, "accepted_length": 2.0, "kept_ratio": 0.5, "speculative_share": 1.0,
-        "verify_steps": 10, "failures": (), "counters": None, "too_short": False, "cache_emptied": True,
+        "acceptance": AcceptanceCounts(generated_tokens=20, verify_steps=10, proposed_tokens=30, drafted_tokens=70),
+        "speculative_steps": 10, "failures": (), "counters": None, "too_short": False, "cache_emptied": True,
     }  # fmt: skip
     return Window(**{**values, **changes})

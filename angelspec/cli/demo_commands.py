@@ -104,13 +104,7 @@ def _plan(bundle_file: Path | None, *, engine_port: int) -> ServePlan:
         BundleError: no drafters ship with this version, and none were given.
     """
     from angelspec.cli import serving_parts
-    from angelspec.core.bundle import load_bundle
     from angelspec.core.locations import resource_folder
-    from angelspec.pipeline.progress import table_console
-    from angelspec.serving.engine_package import check_engine
-    from angelspec.serving.plan import make_plan
-    from angelspec.serving.plan_table import print_plan
-    from angelspec.serving.resolving import resolve_bundle
 
     path = bundle_file or resource_folder("checkpoints") / SHIPPED_BUNDLE
     if bundle_file is None and not path.is_file():
@@ -118,14 +112,4 @@ def _plan(bundle_file: Path | None, *, engine_port: int) -> ServePlan:
             f"no drafters ship with this version ({path} is missing)",
             mend="give --bundle FILE (made by `angelspec bundle create`), or --server NAME=URL",
         )
-    version = check_engine()
-    plan = make_plan(
-        resolve_bundle(load_bundle(path), parts=serving_parts.parts()),
-        arguments=(),
-        host="127.0.0.1",
-        port=engine_port,
-        hardware=serving_parts.hardware(),
-        engine_version=version,
-    )
-    print_plan(plan, console=table_console())
-    return plan
+    return serving_parts.shown_plan(path, host="127.0.0.1", port=engine_port)

@@ -80,35 +80,17 @@ def serve(
     ended by itself; 10 it does not speculate; 11 it stopped answering while it was probed.
     """
     from angelspec.cli import serving_parts
-    from angelspec.core.bundle import load_bundle
-    from angelspec.pipeline.progress import table_console
-    from angelspec.serving.engine_package import check_engine
     from angelspec.serving.launch import check_port, free_port, write_bundle
     from angelspec.serving.launch import serve as run_server
-    from angelspec.serving.plan import make_plan
-    from angelspec.serving.plan_table import print_plan
-    from angelspec.serving.resolving import compose_bundle, resolve_bundle
 
     if (bundle_file is None) == (target is None) or (bundle_file is not None and drafters):
         raise BundleError("give either --bundle FILE, or --target with --drafter", mend="see `angelspec serve --help`")
-    version = check_engine()
     port = port or free_port(host)
     if not dry_run:
         check_port(host, port)
-    parts = serving_parts.parts()
-    bundle = load_bundle(bundle_file) if bundle_file is not None else None
-    if bundle is None:
-        assert target is not None, "checked above"
-        bundle = compose_bundle(target, drafters, parts=parts)
-    plan = make_plan(
-        resolve_bundle(bundle, parts=parts),
-        arguments=sglang_flags,
-        host=host,
-        port=port,
-        hardware=serving_parts.hardware(),
-        engine_version=version,
+    plan = serving_parts.shown_plan(
+        bundle_file, target=target, drafters=drafters, arguments=sglang_flags, host=host, port=port
     )
-    print_plan(plan, console=table_console())
     if dry_run:
         click.echo(f"dry run; the command would be:\n{plan.shell_line(str(write_bundle(plan)))}")
         return

@@ -1,7 +1,9 @@
-"""What serving needs of the other parts: where targets and drafters lie, what their files hold, the hardware."""
+"""What serving needs of the other parts: where targets and drafters lie, what their files hold, the hardware; and the
+road from what a user names to a plan."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -11,13 +13,61 @@ from angelspec.core.fingerprint import fingerprint
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.locations import cache_folder
-from angelspec.serving.plan import Hardware
+from angelspec.serving.plan import Hardware, ServePlan
 from angelspec.serving.resolving import Examined, FoundDrafter, FoundTarget, Parts
 
 
 def parts() -> Parts:
     """The real ones."""
     return Parts(find_target=find_target, find_drafter=find_drafter, examine=examine, digest=target_digest)
+
+
+def shown_plan(
+    bundle_file: Path | None,
+    *,
+    target: str | None = None,
+    drafters: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+    host: str,
+    port: int,
+) -> ServePlan:
+    """Check the engine, find every part, decide how it is served, and show that.
+
+    Args:
+        bundle_file: what to serve; None: ``target`` with ``drafters``.
+        target: as on the command line.
+        drafters: as on the command line.
+        arguments: flags for SGLang.
+        host: to listen on.
+        port: to listen on.
+
+    Raises:
+        AngelspecError: SGLang is missing, a part can't be found, or something does not fit.
+    """
+    from angelspec.core.bundle import load_bundle
+    from angelspec.pipeline.progress import table_console
+    from angelspec.serving.engine_package import check_engine
+    from angelspec.serving.plan import make_plan
+    from angelspec.serving.plan_table import print_plan
+    from angelspec.serving.resolving import compose_bundle, resolve_bundle
+
+    version = check_engine()
+    ours = parts()
+    if bundle_file is not None:
+        bundle = load_bundle(bundle_file)
+    else:
+        assert target is not None, "a caller without a bundle names a target"
+        bundle = compose_bundle(target, drafters, parts=ours)
+    plan = make_plan(
+        resolve_bundle(bundle, parts=ours),
+        arguments=arguments,
+        host=host,
+        port=port,
+        hardware=hardware(),
+        engine_version=version,
+    )
+    print_plan(plan, console=table_console())
+    return plan
 
 
 def find_target(text: str) -> FoundTarget:
@@ -57,7 +107,7 @@ def examine(found: FoundDrafter, geometry: TargetGeometry) -> Examined:
     """Everything that `angelspec checkpoint check` says, with the target's shape."""
     from angelspec.drafters.checkpoint import HARMLESS, examine_checkpoint
 
-    inspection = examine_checkpoint(found.folder, geometry=geometry, overrides=found.overrides)
+    inspection = examine_checkpoint(found.folder, geometry=geometry)
     problems = [str(problem) for problem in inspection.problems if problem.code not in HARMLESS]
     if inspection.config is None and not problems:
         problems = [f"{found.folder} has no config.json: give the folder of an exported drafter"]

@@ -26,6 +26,10 @@ ALGORITHM_PARTS: Mapping[BlockAlgorithm, tuple[ContextKind, HeadKind, bool]] = M
     }
 )
 """What each published name stands for: context variant, head variant, confidence head."""
+ALGORITHM_NAMES: Mapping[str, str] = MappingProxyType(
+    {"dflash": "DFlash", "dflare": "DFlare", "dspark": "DSpark", "dfly": "DFly", "mtp": "MTP", "block": "Block"}
+)
+"""How a person writes them; ``block`` stands for a block drafter whose algorithm is not known."""
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

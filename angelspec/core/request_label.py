@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from angelspec.core.acceptance import AcceptanceCounts
-from angelspec.core.bundle import AUTO
+from angelspec.core.bundle import AUTO, PLAIN
 from angelspec.core.errors import RequestError, suggest
 from angelspec.core.modes import MODES, Mode
 from angelspec.core.workloads import WORKLOADS, Workload
@@ -120,12 +120,33 @@ class RequestMetadata(BaseModel):
     steps_by_route: dict[str, int] = Field(default_factory=dict)
     """Verify steps by drafter, plain ones under ``ar``."""
     verify_steps: int = Field(ge=0)
+    generated_tokens: int = Field(ge=0)
+    """Tokens committed by its verify steps, bonus tokens included."""
+    drafted_tokens: int = Field(ge=0)
+    """Proposals that were drafted."""
+    proposed_tokens: int = Field(ge=0)
+    """Of these, those that were verified."""
     accepted_length: float | None
     """Committed tokens per verify step, plain steps included; None: it had no step."""
     kept_ratio: float | None
     """Verified slots over drafted slots, anchors counted; None: it had no step."""
     speculative_share: float | None
     """Share of its steps that were drafted for; None: it had no step."""
+
+    @property
+    def counts(self) -> AcceptanceCounts:
+        """The common counters: figures of several requests are those of their pooled counts."""
+        return AcceptanceCounts(
+            generated_tokens=self.generated_tokens,
+            verify_steps=self.verify_steps,
+            proposed_tokens=self.proposed_tokens,
+            drafted_tokens=self.drafted_tokens,
+        )
+
+    @property
+    def speculative_steps(self) -> int:
+        """Verify steps that were drafted for."""
+        return self.verify_steps - self.steps_by_route.get(PLAIN, 0)
 
 
 @dataclass
@@ -140,7 +161,7 @@ class RequestRecord:
     drafted: int = 0
     verified: int = 0
 
-    def add(self, route: Literal["ar"] | str, *, committed: int, drafted: int = 0, verified: int = 0) -> None:
+    def add(self, route: str, *, committed: int, drafted: int = 0, verified: int = 0) -> None:
         """Count a step: tokens committed (bonus included), proposals drafted, proposals verified."""
         self.steps[route] = self.steps.get(route, 0) + 1
         self.committed += committed
@@ -163,13 +184,16 @@ class RequestRecord:
         counts = self.counts
         steps = counts.verify_steps
         return RequestMetadata(
-            route=max(sorted(self.steps), key=lambda name: self.steps[name], default="ar"),
+            route=max(sorted(self.steps), key=lambda name: self.steps[name], default=PLAIN),
             why=self.why,
             workload=self.workload,
             mode=self.mode,
             steps_by_route=dict(sorted(self.steps.items())),
             verify_steps=steps,
+            generated_tokens=counts.generated_tokens,
+            drafted_tokens=counts.drafted_tokens,
+            proposed_tokens=counts.proposed_tokens,
             accepted_length=counts.mean_accepted_length,
             kept_ratio=counts.kept_ratio,
-            speculative_share=1 - self.steps.get("ar", 0) / steps if steps else None,
+            speculative_share=1 - self.steps.get(PLAIN, 0) / steps if steps else None,
         )

@@ -12,15 +12,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from angelspec.core.bundle import AUTO, PLAIN
+from angelspec.core.drafter_config import ALGORITHM_NAMES
 from angelspec.core.errors import AngelspecError, RequestError
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.modes import MODES, Mode, ModeFamily, mode_family
 from angelspec.serving.answers import ServedDrafter, ServerInfo
 from angelspec.serving.client import AsyncClient
 
-_PROPER_NAMES = {
-    "dfly": "DFly", "dflash": "DFlash", "dflare": "DFlare", "dspark": "DSpark", "mtp": "MTP", "block": "Block",
-}  # fmt: skip
 _LOOK_SECONDS = 10.0
 
 
@@ -166,4 +164,4 @@ def _columns_of(seen: Seen, mode: Mode, *, several: bool) -> list[Column]:
 def _title(drafter: ServedDrafter, others: Sequence[ServedDrafter]) -> str:
     kind = drafter.algorithm or drafter.family
     alike = sum((other.algorithm or other.family) == kind for other in others)
-    return _PROPER_NAMES.get(kind, kind) if alike == 1 else drafter.name
+    return ALGORITHM_NAMES.get(kind, kind) if alike == 1 else drafter.name

@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from angelspec.core.acceptance import AcceptanceCounts, pool
-from angelspec.core.drafter_config import BlockDrafterConfig
+from angelspec.core.drafter_config import ALGORITHM_NAMES, BlockDrafterConfig
 from angelspec.core.manifest import DrafterManifest, MeasuredAcceptance
 from angelspec.core.modes import mode_family
 from angelspec.core.repositories import Repository
 from angelspec.hub.card_metadata import card_metadata, front_matter
 
 _MISSING = "–"
-_ALGORITHMS = {"dflash": "DFlash", "dflare": "DFlare", "dspark": "DSpark", "dfly": "DFly", "mtp": "MTP"}
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def _target(facts: CardFacts) -> str:
 
 
 def _algorithm(manifest: DrafterManifest) -> str:
-    return _ALGORITHMS.get(manifest.algorithm, manifest.algorithm)
+    return ALGORITHM_NAMES.get(manifest.algorithm, manifest.algorithm)
 
 
 def _arguments(manifest: DrafterManifest) -> str:

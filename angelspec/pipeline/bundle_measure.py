@@ -73,9 +73,7 @@ def measure_bundle(
             max_bad_fraction=_BAD_FRACTION,
             what=f"prompts for '{entry.name}'",
         )
-        loaded = load_drafter(
-            Path(entry.source), geometry=target.geometry, embedding_VD=target.embedding_VD, overrides=drafter.overrides
-        )
+        loaded = load_drafter(Path(entry.source), geometry=target.geometry, embedding_VD=target.embedding_VD)
         proposer = drafter_proposer(loaded.drafter.eval().requires_grad_(False), target=target, name=entry.name)
         suite = Suite(entry.name, tuple(rendered.prompts))
         total = num_answers([suite], [proposer], settings=settings)

@@ -6,21 +6,10 @@ import yaml
 from rich.syntax import Syntax
 from rich.table import Table
 
+from angelspec.core.byte_sizes import byte_size
 from angelspec.core.recipe import Recipe
 from angelspec.pipeline.progress import table_console
 from angelspec.pipeline.stages import stages_of
-
-
-def size(amount: int | None) -> str:
-    """Bytes for a person."""
-    if amount is None:
-        return ""
-    value = float(amount)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            return f"{value:.0f} {unit}" if unit in ("B", "kB") else f"{value:.1f} {unit}"
-        value /= 1000
-    raise AssertionError
 
 
 def print_plan(recipe: Recipe) -> None:
@@ -35,6 +24,7 @@ def print_plan(recipe: Recipe) -> None:
         estimate = stage.estimate(recipe)
         does = estimate.does + (f" [dim]({estimate.note})[/dim]" if estimate.note else "")
         tokens = "" if estimate.tokens is None else f"{estimate.tokens:,}"
-        table.add_row(f"{number} {stage.name}", does, tokens, size(estimate.disk_bytes), size(estimate.memory_bytes))
+        disk, memory = (byte_size(count, unknown="") for count in (estimate.disk_bytes, estimate.memory_bytes))
+        table.add_row(f"{number} {stage.name}", does, tokens, disk, memory)
     console.print(table)
     console.print("[dim]Estimates assume answers of 60 % of the longest allowed and prompts of 100 tokens.[/dim]")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from angelspec.core.request_label import RequestMetadata
 
@@ -115,23 +115,26 @@ class ServedDrafter(BaseModel):
 
 
 class EngineCounters(BaseModel):
-    """Running totals since the server's start; subtract two to get a window."""
+    """Running totals since the server's start; subtract two to get a window.
+
+    None has a default: one that the engine calls by another name must not read as zero.
+    """
 
     model_config = _WIRE
 
-    steps: int = 0
+    steps: int
     """Decoding steps of the whole batch."""
-    speculative_steps: int = 0
+    speculative_steps: int
     """Those in which at least one row was drafted for."""
-    draft_seconds: float = 0.0
-    plan_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    other_seconds: float = 0.0
-    mixed_steps: int = 0
+    draft_seconds: float
+    plan_seconds: float
+    verify_seconds: float
+    other_seconds: float
+    mixed_steps: int
     """Steps whose rows had different drafters or none."""
-    cut_steps: int = 0
+    cut_steps: int
     """Steps that verified less than was drafted."""
-    nan_rows: int = 0
+    nan_rows: int
     """Rows whose drafter gave no finite number, and that were decoded plainly."""
 
     def __sub__(self, earlier: EngineCounters) -> EngineCounters:
@@ -144,16 +147,16 @@ class EngineState(BaseModel):
 
     model_config = _WIRE
 
-    bundle: str = ""
+    bundle: str
     target: str = ""
-    mode_family: str = "plain"
+    mode_family: str
     speculation: Literal["on", "off"]
-    drafters: tuple[ServedDrafter, ...] = ()
+    drafters: tuple[ServedDrafter, ...]
     costs_measured: bool = False
     draft_bytes_per_token: int = 0
     ratios: tuple[float, ...] | None = None
     """The grid of keep ratios; None: every number of slots."""
-    counters: EngineCounters = Field(default_factory=EngineCounters)
+    counters: EngineCounters
 
 
 @dataclass(frozen=True)

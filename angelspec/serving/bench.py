@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from itertools import zip_longest
 from typing import Any
 
+from angelspec.core.bundle import PLAIN
+from angelspec.core.errors import RequestError
 from angelspec.core.fingerprint import fingerprint
 from angelspec.core.modes import mode_family
 from angelspec.core.request_label import RequestLabel, parse_label
@@ -34,8 +36,8 @@ from angelspec.serving.failures import ServingError
 from angelspec.serving.load import LoadPrompt, run_load
 from angelspec.serving.wire import Sampling
 
-PLAIN = "ar"
 MIXED = "mixed"
+"""Name of all prompt sets together."""
 _SPEED_ARGUMENTS = (
     "dtype", "kv_cache_dtype", "quantization", "attention_backend", "sampling_backend", "tp_size", "dp_size",
     "page_size", "chunked_prefill_size", "max_running_requests", "max_total_tokens", "mem_fraction_static",
@@ -67,7 +69,16 @@ class Traffic:
 
 
 def mixed_traffic(sets: Sequence[Traffic]) -> Traffic:
-    """The prompts of all sets, taken in turns."""
+    """The prompts of all sets, taken in turns.
+
+    Raises:
+        RequestError: a set has the name that stands for all of them.
+    """
+    if any(traffic.name == MIXED for traffic in sets):
+        raise RequestError(
+            f"a prompt set is called '{MIXED}', which stands for all sets together",
+            mend="name it with NAME=SOURCE, or leave the mix out with --no-mixed",
+        )
     turns = zip_longest(*(traffic.prompts for traffic in sets))
     prompts = tuple(prompt for turn in turns for prompt in turn if prompt is not None)
     return Traffic(MIXED, " + ".join(traffic.name for traffic in sets), prompts)
@@ -81,11 +92,16 @@ def choices_of(routes: Sequence[str], cuts: Sequence[str]) -> list[Choice]:
         cuts: for routes that name none.
 
     Raises:
-        RequestError: a cut that does not exist.
+        RequestError: a cut that does not exist, or a drafter with the control's name.
     """
     found: dict[str, Choice] = {PLAIN: Choice(name=PLAIN, route=PLAIN)}
     for text in routes:
         route, _, own = text.partition(":")
+        if route == CONTROL:
+            raise RequestError(
+                f"route '{CONTROL}' can't be measured: the server without the extension has this name",
+                mend="give the drafter another name in the bundle, or route by its algorithm",
+            )
         for cut in [own] if own else cuts:
             _label(route, cut)
             name = route if cut == "auto" or route == PLAIN else f"{route}, cut {cut}"
@@ -299,8 +315,8 @@ def _speed_arguments(info: ServerInfo) -> dict[str, Any]:
 def _shown(window: Window) -> str:
     speed = f"{window.tokens_per_second:.1f} tokens/s" if window.tokens_per_second is not None else "no tokens"
     words = f"{window.traffic}, concurrency {window.concurrency}, {window.choice}: {speed} in {window.seconds:.1f} s"
-    if window.accepted_length is not None:
-        words += f", accepted length {window.accepted_length:.2f}"
+    if (length := window.acceptance.mean_accepted_length) is not None:
+        words += f", accepted length {length:.2f}"
     if window.failures:
         words += f", {len(window.failures)} failed"
     return words + (", too short" if window.too_short else "")

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from angelspec.core.acceptance import AcceptanceCounts, pool
 from angelspec.core.errors import DataError
 from angelspec.core.files import read_json, write_json_atomic
 from angelspec.serving.answers import EngineCounters, EngineState
@@ -32,7 +33,7 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
         "per-user speed": "answer tokens after a request's first event over the time they took, over all requests",
         "time to first token": "from sending a request to its first token, median over requests; over repeats: mean",
         "accepted length": "tokens committed per verify step, bonus included, plain steps too, pooled over all steps",
-        "kept ratio": "verified slots over drafted slots, anchors counted, per request; mean weighted by verify steps",
+        "kept ratio": "verified slots over drafted slots, anchors counted, pooled over all steps",
         "share of speculative steps": "verify steps that were drafted for over all verify steps, of all requests",
         "control": "another server, without the extension, in turns with the others and without labels",
         "†": "a window was shorter than the minimum",
@@ -104,11 +105,10 @@ class Window(BaseModel):
     stopped: int
     user_tokens_per_second: float | None
     first_token_median: float | None
-    first_token_mean: float | None
-    accepted_length: float | None
-    kept_ratio: float | None
-    speculative_share: float | None
-    verify_steps: int
+    acceptance: AcceptanceCounts
+    """Of its requests, the warm-up's not counted; empty without the extension."""
+    speculative_steps: int
+    """Verify steps that were drafted for."""
     failures: tuple[str, ...]
     counters: EngineCounters | None
     """Of the engine, over the whole window with its warm-up; None: no extension, or it did not say."""
@@ -189,6 +189,9 @@ class BenchResult(BaseModel):
                 said.append(f"{where}: the window took {window.seconds:.1f} s, the minimum is {least:g} s")
             if not window.cache_emptied:
                 said.append(f"{where}: the prefix cache could not be emptied before it")
+            if window.counters is not None and window.counters.nan_rows:
+                rows = window.counters.nan_rows
+                said.append(f"{where}: {rows} row(s) were decoded plainly because their drafter was not finite")
             if window.failures:
                 said.append(f"{where}: {len(window.failures)} request(s) failed, first: {window.failures[0]}")
         return said
@@ -231,6 +234,8 @@ def _cell(windows: Sequence[Window], traffic: str, concurrency: int, choice: str
     members = [ours[r] for r in repeats]
     seconds = sum(w.seconds for w in members)
     tokens = sum(w.tokens for w in members)
+    acceptance = pool(w.acceptance for w in members)
+    speculative = sum(w.speculative_steps for w in members)
     return Cell(
         traffic=traffic,
         concurrency=concurrency,
@@ -240,11 +245,11 @@ def _cell(windows: Sequence[Window], traffic: str, concurrency: int, choice: str
         speedup=ratio.value if ratio else None,
         speedup_low=ratio.low if ratio else None,
         speedup_high=ratio.high if ratio else None,
-        user_tokens_per_second=_weighted(members, "user_tokens_per_second", "requests"),
+        user_tokens_per_second=_over_requests(members),
         first_token_seconds=_mean([w.first_token_median for w in members]),
-        accepted_length=_weighted(members, "accepted_length", "verify_steps"),
-        kept_ratio=_weighted(members, "kept_ratio", "verify_steps"),
-        speculative_share=_weighted(members, "speculative_share", "verify_steps"),
+        accepted_length=acceptance.mean_accepted_length,
+        kept_ratio=acceptance.kept_ratio,
+        speculative_share=speculative / acceptance.verify_steps if acceptance.verify_steps else None,
         too_short=sum(w.too_short for w in members),
         failures=sum(len(w.failures) for w in members),
     )
@@ -255,7 +260,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def _weighted(windows: Sequence[Window], name: str, weight: str) -> float | None:
-    pairs = [(getattr(w, name), getattr(w, weight)) for w in windows if getattr(w, name) is not None]
-    total = sum(count for _, count in pairs)
-    return sum(value * count for value, count in pairs) / total if total else None
+def _over_requests(windows: Sequence[Window]) -> float | None:
+    known = [(w.user_tokens_per_second, w.requests) for w in windows if w.user_tokens_per_second is not None]
+    total = sum(count for _, count in known)
+    return sum(value * count for value, count in known) / total if total else None

@@ -38,6 +38,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from angelspec.core.engine import SPECULATION_SWITCH
 from angelspec.serving.answers import ChatAnswer, ChatChunk, GenerateAnswer, GenerateChunk, ServerInfo
 from angelspec.serving.failures import RequestRefused, ServerUnreachable, StreamBroken
 from angelspec.serving.wire import (
@@ -486,4 +487,4 @@ class AsyncClient:
 
 
 def _switch(on: bool) -> dict[str, Any]:
-    return {"server_args": {"angelspec_speculation": int(on)}}  # SGLang takes numbers alone
+    return {"server_args": {SPECULATION_SWITCH: int(on)}}

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
+from angelspec.core.engine import SGLANG_VERSION
 from angelspec.core.errors import MissingRequirement
 
-SUPPORTED = "0.5.23"
-"""The one version that the extension is written for; ``sglang_ext.compat`` asserts it again inside the server."""
 _INSTALL = 'pip install "angelspec[serve]"'
 _PLUGINS, _PLUGIN = "sglang.srt.plugins", "angelspec"
 
@@ -25,9 +24,9 @@ def check_engine() -> str:
         found = version("sglang")
     except PackageNotFoundError:
         raise MissingRequirement("serving needs SGLang, which is not installed here", mend=_INSTALL) from None
-    if found != SUPPORTED:
+    if found != SGLANG_VERSION:
         raise MissingRequirement(
-            f"SGLang {found} is installed; the extension works inside {SUPPORTED} only", mend=_INSTALL
+            f"SGLang {found} is installed; the extension works inside {SGLANG_VERSION} only", mend=_INSTALL
         )
     if _PLUGIN not in [point.name for point in entry_points(group=_PLUGINS)]:
         raise MissingRequirement(

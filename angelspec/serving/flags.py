@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from angelspec.core.engine import CPU_BACKEND, RAGGED_BACKENDS
 from angelspec.core.errors import AngelspecError
 from angelspec.serving.failures import ServingError
 
@@ -57,13 +58,6 @@ _ONE: Mapping[tuple[str, ...], str] = {
 }
 """Sizes that must be 1, by their names, and why."""
 _BACKENDS = ("--attention-backend", "--decode-attention-backend", "--prefill-attention-backend")
-_RAGGED: Mapping[Device, tuple[str, ...]] = {
-    "cuda": ("fa3", "fa4", "trtllm_mha", "flashinfer"),
-    "cpu": ("torch_native",),
-}
-"""Attention backends that verify rows of different widths in one forward."""
-_EAGER_ONLY = ("flashinfer",)
-"""Those that can't do it inside a CUDA graph."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +124,7 @@ def check_flags(flags: Sequence[Flag], *, device: Device) -> None:
     Raises:
         ServingError: the first such flag, and why.
     """
+    ragged = [name for name, backend in RAGGED_BACKENDS.items() if backend.device == device]
     for flag in flags:
         for name, why in _REFUSED.items():
             if means(flag.name, name) or (name in _FAMILIES and flag.name.startswith(name)):
@@ -137,11 +132,11 @@ def check_flags(flags: Sequence[Flag], *, device: Device) -> None:
         for names, why in _ONE.items():
             if any(means(flag.name, name) for name in names) and flag.value != "1":
                 raise ServingError(f"{flag.name} {flag.value} can't be used here: {why}", mend="leave it out")
-        if any(means(flag.name, name) for name in _BACKENDS) and flag.value not in _RAGGED[device]:
+        if any(means(flag.name, name) for name in _BACKENDS) and flag.value not in ragged:
             raise ServingError(
                 f"{flag.name} {flag.value} can't be used here: it can't verify rows of different widths in one "
                 f"forward (on {device})",
-                mend=f"leave it out, or use one of: {', '.join(_RAGGED[device])}",
+                mend=f"leave it out, or use one of: {', '.join(ragged)}",
             )
 
 
@@ -159,7 +154,7 @@ def default_flags(
     if device == "cpu":
         defaults: dict[str, str | None] = {
             "--device": "cpu",
-            "--attention-backend": "torch_native",
+            "--attention-backend": CPU_BACKEND,
             "--dtype": "float32",
             "--max-running-requests": "16",
             "--max-total-tokens": str(max_total_tokens),
@@ -169,7 +164,7 @@ def default_flags(
         }
     else:
         defaults = {"--attention-backend": _gpu_backend(capability)}
-        if (flag_value(flags, *_BACKENDS) or defaults["--attention-backend"]) in _EAGER_ONLY:
+        if not RAGGED_BACKENDS[flag_value(flags, *_BACKENDS) or _gpu_backend(capability)].graphs:
             defaults["--disable-cuda-graph"] = None
     return {name: value for name, value in defaults.items() if not is_given(flags, name)}
 

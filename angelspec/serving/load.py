@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from angelspec.core.request_label import RequestLabel, RequestMetadata
+from angelspec.core.acceptance import AcceptanceCounts, pool
+from angelspec.core.request_label import RequestLabel
 from angelspec.serving.answers import ChatAnswer, ChatChunk
 from angelspec.serving.client import AsyncClient
 from angelspec.serving.failures import ServingError
@@ -83,17 +84,11 @@ class LoadFigures:
     user_tokens_per_second: float | None
     """Tokens after a request's first event over the time they took, over all requests."""
     first_token_median: float | None
-    first_token_mean: float | None
-    accepted_length: float | None
-    kept_ratio: float | None
-    speculative_share: float | None
-    verify_steps: int
+    acceptance: AcceptanceCounts
+    """Pooled over these requests; empty without the extension."""
+    speculative_steps: int
+    """Verify steps of these requests that were drafted for."""
     failures: tuple[str, ...]
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Of all users together; None: nothing arrived."""
-        return self.tokens / self.seconds if self.seconds > 0 and self.tokens else None
 
 
 async def run_load(
@@ -188,7 +183,7 @@ def figures(traces: Sequence[RequestTrace], *, start: float | None, end: float) 
     decoded = [(sum(a.tokens for a in t.arrivals[1:]), t.decode_seconds) for t in ended]
     decode_seconds = sum(seconds or 0.0 for _, seconds in decoded)
     first = [t.first_token_seconds for t in ended if t.first_token_seconds is not None]
-    known = [t.answer.metadata for t in ended if t.answer and t.answer.metadata and t.answer.metadata.verify_steps]
+    known = [trace.answer.metadata for trace in ended if trace.answer and trace.answer.metadata]
     return LoadFigures(
         seconds=max(end - start, 0.0),
         tokens=tokens,
@@ -196,17 +191,7 @@ def figures(traces: Sequence[RequestTrace], *, start: float | None, end: float) 
         stopped=sum(1 for trace in ended if trace.answer and trace.answer.finish_reason == "stop"),
         user_tokens_per_second=sum(count for count, _ in decoded) / decode_seconds if decode_seconds > 0 else None,
         first_token_median=statistics.median(first) if first else None,
-        first_token_mean=statistics.fmean(first) if first else None,
-        accepted_length=_over_steps(known, "accepted_length"),
-        kept_ratio=_over_steps(known, "kept_ratio"),
-        speculative_share=_over_steps(known, "speculative_share"),
-        verify_steps=sum(item.verify_steps for item in known),
+        acceptance=pool(item.counts for item in known),
+        speculative_steps=sum(item.speculative_steps for item in known),
         failures=tuple(trace.failure for trace in traces if trace.failure is not None),
     )
-
-
-def _over_steps(known: Sequence[RequestMetadata], name: str) -> float | None:
-    """A request's figure per verify step, over all steps of all requests (so the accepted length is the pooled one)."""
-    pairs = [(getattr(item, name), item.verify_steps) for item in known if getattr(item, name) is not None]
-    steps = sum(count for _, count in pairs)
-    return sum(value * count for value, count in pairs) / steps if steps else None

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from angelspec.core.engine import ALGORITHM, BUNDLE_VARIABLE, CPU_PLATFORM, PLATFORM_VARIABLE
 from angelspec.core.errors import BundleError
 from angelspec.serving.flags import (
     Device,
@@ -21,9 +22,6 @@ from angelspec.serving.flags import (
 )
 from angelspec.serving.resolving import ResolvedBundle, ResolvedDrafter
 
-ALGORITHM = "ANGELSPEC"
-BUNDLE_VARIABLE = "ANGELSPEC_BUNDLE"
-_PLATFORM = "angelspec_cpu"
 _CPU_POOL_BYTES = 2 * 2**30
 _CPU_POOL_TOKENS = (2048, 32768)
 """Fewest and most tokens of a CPU server's pool where the user says nothing."""
@@ -100,7 +98,7 @@ class ServePlan:
         """Variables that the server needs besides those that are set."""
         variables = {BUNDLE_VARIABLE: bundle_file, "PYTHONUNBUFFERED": "1"}
         if self.hardware.device == "cpu":
-            variables |= {"SGLANG_PLATFORM": _PLATFORM, "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
+            variables |= {PLATFORM_VARIABLE: CPU_PLATFORM, "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
         return variables
 
     def shell_line(self, bundle_file: str) -> str:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from angelspec.core.bundle import Bundle
+from angelspec.core.byte_sizes import byte_size
 from angelspec.serving.plan import ServePlan
 
 
@@ -24,8 +25,8 @@ def print_plan(plan: ServePlan, *, console: Console) -> None:
             entry.algorithm or entry.family,
             entry.mode,
             str(entry.depth),
-            size(memory.drafter_weights[entry.name]),
-            size(memory.draft_bytes_per_token[entry.name]),
+            byte_size(memory.drafter_weights[entry.name]),
+            byte_size(memory.draft_bytes_per_token[entry.name]),
             entry.source,
         )
     console.print(_facts(_plan_facts(plan)))
@@ -70,33 +71,19 @@ def print_routes(bundle: Bundle, *, console: Console) -> None:
         console.print(lengths)
 
 
-def size(count: int | None) -> str:
-    """Bytes in words."""
-    if count is None:
-        return "?"
-    value = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
-
-
 def _plan_facts(plan: ServePlan) -> list[tuple[str, str]]:
     memory, geometry = plan.memory, plan.resolved.target.geometry
-    pool = (
-        f"{size(memory.draft_pool_bytes_per_token)} per token beside the target's {size(memory.target_bytes_per_token)}"
-    )
+    ours, whole = memory.draft_pool_bytes_per_token, memory.target_bytes_per_token
+    pool = f"{byte_size(ours)} per token beside the target's {byte_size(whole)}"
     if memory.pool_tokens is not None:
-        extra = memory.draft_pool_bytes_per_token * memory.pool_tokens
-        whole = memory.target_bytes_per_token * memory.pool_tokens
-        pool += f"; {size(extra)} beside {size(whole)} for {memory.pool_tokens} tokens"
+        tokens = memory.pool_tokens
+        pool += f"; {byte_size(ours * tokens)} beside {byte_size(whole * tokens)} for {tokens} tokens"
     else:
-        pool += f"; {size(memory.draft_pool_bytes_per_token * 100_000)} for every 100 000 tokens"
+        pool += f"; {byte_size(ours * 100_000)} for every 100 000 tokens"
     cut = plan.resolved.bundle.dcut
     return [
         ("target", f"{plan.resolved.target.folder} ({geometry.architecture}, {geometry.num_layers} layers, "
-                   f"weights {size(memory.target_weights)})"),
+                   f"weights {byte_size(memory.target_weights)})"),
         ("engine", f"SGLang {plan.engine_version} with {len(plan.resolved.drafters)} drafter(s) in one process"),
         ("hardware", f"{plan.hardware.device}: {plan.hardware.description}"),
         ("extra pools", pool),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from angelspec.core.acceptance import AcceptanceCounts
 from angelspec.core.modes import mode_family
 from angelspec.core.request_label import RequestLabel
 from angelspec.serving.client import Client
@@ -63,7 +64,7 @@ def probe(client: Client, resolved: ResolvedBundle, *, prompts: Sequence[str] = 
     for drafter in resolved.drafters:
         name = drafter.entry.name
         arguments = family.arguments(drafter.entry.mode)
-        steps, committed, drafted = 0, 0.0, 0
+        counts, drafted = AcceptanceCounts(), 0
         for prompt in prompts:
             answer = client.chat(
                 [{"role": "user", "content": prompt}],
@@ -78,15 +79,15 @@ def probe(client: Client, resolved: ResolvedBundle, *, prompts: Sequence[str] = 
                     mend="use the same angelspec for the server and for this command",
                 )
             drafted += answer.metadata.steps_by_route.get(name, 0)
-            steps += answer.metadata.verify_steps
-            committed += (answer.metadata.accepted_length or 0.0) * answer.metadata.verify_steps
-        if not drafted:
+            counts += answer.metadata.counts
+        length = counts.mean_accepted_length
+        if not drafted or length is None:
             raise NotSpeculating(f"drafter '{name}' was asked for but never drafted", mend="see the server's log")
-        probed = Probed(name, drafted, committed / steps, drafter.is_trained)
+        probed = Probed(name, drafted, length, drafter.is_trained)
         if probed.trained and probed.accepted_length < _NOTHING:
             raise NotSpeculating(
                 f"drafter '{name}' is trained, but none of its proposals was accepted: accepted length "
-                f"{probed.accepted_length:.2f} over {steps} steps",
+                f"{probed.accepted_length:.2f} over {counts.verify_steps} steps",
                 mend="measure it with `angelspec evaluate`; if it is good there, report this as a bug of the server",
             )
         found.append(probed)

@@ -6,10 +6,9 @@ Fetching, checkpoints and content hashes belong to other parts of angelspec; ``P
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from angelspec.core.bundle import (
     Bundle,
@@ -47,8 +46,6 @@ class FoundDrafter:
     mode: Mode | None = None
     target: str | None = None
     """ORG/NAME of the target that the registry names."""
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that its config.json lacks."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +92,6 @@ class ResolvedDrafter:
     num_weights: int
     manifest: DrafterManifest | None
     notes: tuple[str, ...] = ()
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that its config.json lacks."""
 
     @property
     def is_trained(self) -> bool:
@@ -198,9 +193,7 @@ def resolve_bundle(bundle: Bundle, *, parts: Parts) -> ResolvedBundle:
         if examined.manifest is None:
             notes.append("no manifest: that it was trained for this very target can't be checked")
         resolved.append(
-            ResolvedDrafter(
-                located, examined.config, examined.num_weights, examined.manifest, tuple(notes), found.overrides
-            )
+            ResolvedDrafter(located, examined.config, examined.num_weights, examined.manifest, tuple(notes))
         )
     problems += _apart(resolved)
     if not bundle.drafters:

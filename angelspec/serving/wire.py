@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from angelspec.core.problems import problems
 from angelspec.core.request_label import RequestLabel, RequestMetadata
 from angelspec.serving.answers import (
     ChatAnswer,
@@ -266,7 +267,8 @@ def server_info(body: Mapping[str, Any]) -> ServerInfo:
     try:
         engine = None if ours is None else EngineState.model_validate(ours)
     except ValidationError as error:
-        raise ServerUnreachable(f"the extension's state is not readable: {_first(error)}", mend=_VERSIONS) from error
+        first = problems(error, EngineState)[0]
+        raise ServerUnreachable(f"the extension's state is not readable: {first}", mend=_VERSIONS) from error
     return ServerInfo(
         version=str(body.get("version", "unknown")),
         model=str(body.get("model_path", "")),
@@ -291,7 +293,8 @@ def _metadata(value: Any) -> RequestMetadata | None:
     try:
         return RequestMetadata.model_validate(value)
     except ValidationError as error:
-        raise ServerUnreachable(f"a request's metadata is not readable: {_first(error)}", mend=_VERSIONS) from error
+        first = problems(error, RequestMetadata)[0]
+        raise ServerUnreachable(f"a request's metadata is not readable: {first}", mend=_VERSIONS) from error
 
 
 def _usage(value: Any) -> Usage | None:
@@ -303,8 +306,3 @@ def _usage(value: Any) -> Usage | None:
         completion_tokens=int(value.get("completion_tokens") or 0),
         cached_tokens=value.get("cached_tokens", details.get("cached_tokens")),
     )
-
-
-def _first(error: ValidationError) -> str:
-    first = error.errors()[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"

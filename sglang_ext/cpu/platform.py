@@ -13,16 +13,13 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-NAME = "angelspec_cpu"
-"""Name of the entry point, and the value of ``SGLANG_PLATFORM`` that chooses this platform."""
-
-BACKEND = "torch_native"
-"""The only attention backend of this platform; SGLang's own of that name is replaced."""
+from angelspec.core.engine import CPU_BACKEND as BACKEND
+from angelspec.core.engine import CPU_PLATFORM, PLATFORM_VARIABLE
 
 
 def chosen() -> bool:
     """Whether the environment names this platform."""
-    return os.environ.get("SGLANG_PLATFORM") == NAME
+    return os.environ.get(PLATFORM_VARIABLE) == CPU_PLATFORM
 
 
 def activate() -> str | None:
@@ -37,11 +34,11 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities()
 
     def get_default_attention_backend(self) -> str:
-        """See :data:`BACKEND`."""
+        """See :data:`angelspec.core.engine.CPU_BACKEND`."""
         return BACKEND
 
     def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
-        """See :data:`BACKEND`."""
+        """See :data:`angelspec.core.engine.CPU_BACKEND`."""
         return BACKEND
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
@@ -49,7 +46,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return True
 
     def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
-        """See :data:`BACKEND`."""
+        """See :data:`angelspec.core.engine.CPU_BACKEND`."""
         return backend == BACKEND
 
     def get_compile_backend(self, mode: str | None = None) -> str:

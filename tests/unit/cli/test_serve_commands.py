@@ -105,7 +105,7 @@ def test_a_port_in_use_is_refused(world):
 
 def test_a_wrong_version_of_sglang_is_refused(world, monkeypatch):
     monkeypatch.setattr("angelspec.serving.engine_package.version", lambda name: "0.5.10")
-    result = run("serve", *_parts(world))
+    result = run("serve", *_parts(world), "--port", 0)
     assert result.exit_code == 2
     assert "SGLang 0.5.10 is installed" in result.output
 

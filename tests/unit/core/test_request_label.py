@@ -63,5 +63,6 @@ def test_the_record_counts_and_tells():
     assert metadata.verify_steps == 3
     assert metadata.accepted_length == pytest.approx(6 / 3)
     assert metadata.kept_ratio == pytest.approx((4 + 3) / (14 + 3))
+    assert metadata.counts == record.counts and metadata.speculative_steps == 2
     assert metadata.speculative_share == pytest.approx(2 / 3)
     assert type(metadata).model_validate_json(metadata.model_dump_json()) == metadata

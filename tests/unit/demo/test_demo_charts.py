@@ -18,7 +18,8 @@ from angelspec.serving.answers import ChatChunk, Piece
 def state(positions: list[int], *, title: str = "DFly", plain: bool = False, kept: float | None = None) -> ColumnState:
     found = ColumnState(Column(title, title, "", Server("s", "http://x"), {}, depth=3, plain=plain))
     meta = RequestMetadata(route="dfly", why="", workload="chat", mode=None, verify_steps=1, accepted_length=1.0,
-                           kept_ratio=kept, speculative_share=1.0)  # fmt: skip
+                           generated_tokens=1, drafted_tokens=3, proposed_tokens=3, kept_ratio=kept,
+                           speculative_share=1.0)  # fmt: skip
     for second, position in enumerate(positions, start=1):
         found.add(ChatChunk(text="x", pieces=(Piece("x", position),), metadata=meta, seconds=float(second)))
     return found

@@ -30,7 +30,8 @@ def state(*pieces: Piece, title: str = "DFly", plain: bool = False, status="runn
 
 
 META = {"route": "dfly", "why": "a <b>reason</b>", "workload": "code", "mode": "no-think", "verify_steps": 4,
-        "steps_by_route": {"dfly": 3, "ar": 1}, "accepted_length": 2.5, "kept_ratio": 0.625,
+        "steps_by_route": {"dfly": 3, "ar": 1}, "generated_tokens": 10, "drafted_tokens": 28, "proposed_tokens": 16,
+        "accepted_length": 2.5, "kept_ratio": 0.625,
         "speculative_share": 0.75}  # fmt: skip
 
 

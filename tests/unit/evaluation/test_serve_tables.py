@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 from serving_builders import window_of
 
+from angelspec.core.acceptance import AcceptanceCounts
 from angelspec.evaluation.serve_plot import plot_bench
 from angelspec.evaluation.serve_tables import (
     bench_markdown,
@@ -24,15 +25,15 @@ from angelspec.serving.bench_result import CONTROL, BenchResult, BenchSettings, 
 def result():
     counters = EngineCounters(
         steps=100, speculative_steps=75, mixed_steps=20, cut_steps=50, draft_seconds=1.0, plan_seconds=0.5,
-        verify_seconds=8.0, other_seconds=0.5,
+        verify_seconds=8.0, other_seconds=0.5, nan_rows=3,
     )  # fmt: skip
     windows = [
         window_of("ar", 0, tokens=100, seconds=10.0),
         window_of("dfly", 0, tokens=200, seconds=10.0, counters=counters, too_short=True),
-        window_of(CONTROL, 0, tokens=110, seconds=10.0, accepted_length=None),
+        window_of(CONTROL, 0, tokens=110, seconds=10.0, acceptance=AcceptanceCounts(), speculative_steps=0),
         window_of("ar", 1, tokens=100, seconds=10.0),
         window_of("dfly", 1, tokens=180, seconds=10.0, failures=("p1: gone",)),
-        window_of(CONTROL, 1, tokens=110, seconds=10.0, accepted_length=None),
+        window_of(CONTROL, 1, tokens=110, seconds=10.0, acceptance=AcceptanceCounts(), speculative_steps=0),
     ]
     return BenchResult(
         created="2026-11-30T00:00:00+00:00", url="http://s", control_url="http://c", engine_version="0.5.23",
@@ -71,13 +72,14 @@ def test_faults_stand_before_the_results(result):
     text = bench_markdown(result, plots={"Speed": "speedup.png"})
     assert text.index("## Faults") < text.index("## Results")
     assert "code, concurrency 4, dfly, repeat 1: the window took 10.0 s, the minimum is 10 s" in text
+    assert "code, concurrency 4, dfly, repeat 1: 3 row(s) were decoded plainly because their drafter was not f" in text
     assert "code, concurrency 4, dfly, repeat 2: 1 request(s) failed, first: p1: gone" in text
     assert "![Speed](speedup.png)" in text
     for name in ("speedup", "kept ratio", "accepted length", "control", "†", "‡"):
         assert f"- **{name}**: " in text
     output = io.StringIO()
     print_bench(result, console=Console(file=output, width=120))
-    assert output.getvalue().count("fault: ") == 2
+    assert output.getvalue().count("fault: ") == 3
 
 
 def test_pictures(result, tmp_path):

@@ -2,15 +2,20 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
-from fake_sglang import Behaviour, FakeSGLang
+import torch
+from fake_sglang import Behaviour, FakeSGLang, small_bundle
+from pydantic import ValidationError
 
 from angelspec.core.request_label import RequestLabel
-from angelspec.serving.answers import EngineCounters
+from angelspec.serving.answers import EngineCounters, EngineState, ServedDrafter
 from angelspec.serving.client import AsyncClient, Client
 from angelspec.serving.failures import RequestRefused, ServerUnreachable, StreamBroken
 from angelspec.serving.wire import Events, Sampling, chat_answer, generate_chunk, label_params
+from sglang_ext import engine_hooks
+from sglang_ext.metrics import Counters
 
 USER = [{"role": "user", "content": "abc"}]
 NO_THINK = {"enable_thinking": False}
@@ -89,7 +94,8 @@ def test_text_survives_torn_bytes_and_odd_separators():
 
 def test_metadata_is_found_in_either_place_of_a_whole_chat():
     metadata = {"route": "mtp", "why": "", "workload": "chat", "mode": None, "steps_by_route": {"mtp": 2},
-                "verify_steps": 2, "accepted_length": 1.5, "kept_ratio": 1.0, "speculative_share": 1.0}  # fmt: skip
+                "verify_steps": 2, "generated_tokens": 3, "drafted_tokens": 6, "proposed_tokens": 6,
+                "accepted_length": 1.5, "kept_ratio": 1.0, "speculative_share": 1.0}  # fmt: skip
     choice = {"message": {"content": "x"}, "finish_reason": "stop", "meta_info": {"angelspec": metadata}}
     assert chat_answer({"choices": [choice]}, seconds=1.0).metadata.accepted_length == 1.5
     top = {"choices": [{"message": {"content": "x"}}], "angelspec": {"metadata": metadata, "pieces": []}}
@@ -98,7 +104,7 @@ def test_metadata_is_found_in_either_place_of_a_whole_chat():
 
 def test_a_server_of_another_version_is_named():
     body = {"choices": [{"message": {"content": "x"}}], "angelspec": {"metadata": {"route": "mtp"}}}
-    with pytest.raises(ServerUnreachable, match="why: Field required"):
+    with pytest.raises(ServerUnreachable, match="why: is required"):
         chat_answer(body, seconds=1.0)
 
 
@@ -190,7 +196,7 @@ def test_leaving_a_stream_stops_the_server():
             while not next(chunks).text:
                 pass
         _until(lambda: server.disconnected)
-        assert server.counters["steps"] < 100
+        assert server.counters.steps < 100
         assert stream.answer.text
 
 
@@ -205,7 +211,7 @@ def test_cancelling_aborts_in_the_server_and_ends_the_loop():
         assert server.aborted == [stream.request_id]
         assert stream.cancelled
         _until(lambda: server.running == 0)
-        assert server.counters["steps"] < 100
+        assert server.counters.steps < 100
 
 
 def test_a_server_without_the_extension():
@@ -227,8 +233,34 @@ def test_state_and_switch(client, server):
 
 
 def test_counters_of_a_window():
-    window = EngineCounters(steps=9, draft_seconds=3.0) - EngineCounters(steps=4, draft_seconds=1.0)
+    later, earlier = (
+        EngineCounters.model_validate(Counters(**sums).as_dict())
+        for sums in ({"steps": 9, "draft_seconds": 3.0}, {"steps": 4, "draft_seconds": 1.0})
+    )
+    window = later - earlier
     assert (window.steps, window.draft_seconds, window.nan_rows) == (5, 2.0, 0)
+
+
+def test_the_engines_page_holds_what_is_read(monkeypatch):
+    bundle = small_bundle()
+    places = [SimpleNamespace(drafter=drafter) for drafter in bundle.drafters]
+    plan = SimpleNamespace(bundle=bundle, places=places, draft_numbers_per_token=4)
+    monkeypatch.setattr(engine_hooks, "current_plan", lambda: plan)
+    runner = SimpleNamespace(kv_cache_dtype=torch.float32)
+    page = engine_hooks.describe(
+        SimpleNamespace(speculation=True, costs=None, counters=Counters(), draft_model_runner=runner)
+    )
+    assert set(page) == set(EngineState.model_fields)
+    assert set(page["counters"]) >= set(EngineCounters.model_fields)
+    assert all(set(drafter) == set(ServedDrafter.model_fields) for drafter in page["drafters"])
+    EngineState.model_validate(page)
+
+
+def test_a_counter_of_another_name_is_no_zero():
+    renamed = Counters().as_dict()
+    renamed["cuts"] = renamed.pop("cut_steps")
+    with pytest.raises(ValidationError, match="cut_steps"):
+        EngineCounters.model_validate(renamed)
 
 
 def test_nothing_answers():

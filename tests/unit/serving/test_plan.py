@@ -1,20 +1,23 @@
 """The plan: flags refused and completed, parts that do not fit, memory, the exact command, the engine's package."""
 
 import io
+import tomllib
 
 import pytest
 import serving_builders
 from hub_builders import manifest_of
 from rich.console import Console
-from serving_builders import GPU, fake_parts, install_fake_sglang, plan_of, resolved_bundle, target_folder
+from serving_builders import GPU, ROOT, fake_parts, install_fake_sglang, plan_of, resolved_bundle, target_folder
 
+from angelspec.core import engine
 from angelspec.core.bundle import load_bundle
+from angelspec.core.byte_sizes import byte_size
 from angelspec.core.errors import BundleError, MissingRequirement
 from angelspec.core.recipe_files import load_recipe
 from angelspec.serving.engine_package import check_engine
 from angelspec.serving.failures import ServingError
 from angelspec.serving.flags import check_flags, flag_value, parse_flags
-from angelspec.serving.plan_table import print_bundle, print_plan, size
+from angelspec.serving.plan_table import print_bundle, print_plan
 from angelspec.serving.resolving import compose_bundle, resolve_bundle, with_acceptance, with_routes
 
 # --------------------------------------------------------------------------------------------------- flags
@@ -132,7 +135,7 @@ def test_the_plan_is_drawn(tmp_path):
     for words in ("mtp", "dfly", "no-think", "384 B per token beside the target's 768 B", "384.0 KiB beside 768.0 KiB",
                   "SGLang 0.5.23", "everything else by load", "http://127.0.0.1:30000", "2 cores"):  # fmt: skip
         assert words in text, words
-    assert (size(3 * 2**20), size(None), size(5 * 2**30)) == ("3.0 MiB", "?", "5.0 GiB")
+    assert (byte_size(3 * 2**20), byte_size(None), byte_size(5 * 2**30)) == ("3.0 MiB", "?", "5.0 GiB")
 
 
 # ------------------------------------------------------------------------------------------------- fitting
@@ -271,6 +274,12 @@ def test_routes_and_measurements_are_added(tmp_path):
 def test_the_engines_package(tmp_path, monkeypatch):
     install_fake_sglang(tmp_path, monkeypatch)
     assert check_engine() == "0.5.23"
+
+
+def test_the_package_installs_the_engine_that_is_checked_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["serve"] == [f"sglang=={engine.SGLANG_VERSION}"]
+    assert list(project["entry-points"]["sglang.srt.platforms"]) == [engine.CPU_PLATFORM]
 
 
 def test_another_version_of_the_engine_is_refused(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 from fake_sglang import Behaviour, FakeSGLang
 from serving_builders import window_of
 
+from angelspec.core.acceptance import AcceptanceCounts
 from angelspec.core.errors import DataError, RequestError
 from angelspec.serving.bench import Traffic, choices_of, drawn, mixed_traffic, order_of, run_bench
 from angelspec.serving.bench_result import CONTROL, BenchResult, BenchSettings, cells_of
@@ -54,6 +55,13 @@ def test_choices():
         choices_of(["dfly:of"], ["auto"])
 
 
+def test_reserved_names_are_refused():
+    with pytest.raises(RequestError, match="route 'control' can't be measured"):
+        choices_of(["mtp", "control:off"], ["auto"])
+    with pytest.raises(RequestError, match="a prompt set is called 'mixed'"):
+        mixed_traffic([_traffic("a", 1), _traffic("mixed", 1)])
+
+
 def test_the_order_is_rotated_so_that_each_choice_has_each_place():
     choices = choices_of(["mtp", "dfly"], ["auto"])
     places = Counter(
@@ -82,9 +90,10 @@ def test_mixed_traffic_takes_turns():
 
 
 def test_cells_by_hand():
+    steps = AcceptanceCounts(generated_tokens=90, verify_steps=30, proposed_tokens=105, drafted_tokens=105)
     windows = [
         window_of("ar", 0, tokens=100, seconds=10.0),  # 10 tokens/s
-        window_of("dfly", 0, tokens=200, seconds=10.0, verify_steps=30, accepted_length=3.0, first_token_median=0.4),
+        window_of("dfly", 0, tokens=200, seconds=10.0, acceptance=steps, speculative_steps=15, first_token_median=0.4),
         window_of("ar", 1, tokens=100, seconds=20.0),  # 5 tokens/s: the machine was slow in this round
         window_of("dfly", 1, tokens=160, seconds=8.0, too_short=True, failures=("x: gone",), requests=12,
                 user_tokens_per_second=30.0),
@@ -95,6 +104,8 @@ def test_cells_by_hand():
     assert dfly.speedup == pytest.approx((2.0 * 4.0) ** 0.5)  # 20 / 10 and 20 / 5
     assert dfly.speedup_low < 1 < dfly.speedup_high  # two repeats say little
     assert dfly.accepted_length == pytest.approx((30 * 3.0 + 10 * 2.0) / 40)
+    assert dfly.kept_ratio == pytest.approx((105 + 30 + 30 + 10) / (105 + 30 + 70 + 10))  # slots, not windows, weigh
+    assert dfly.speculative_share == pytest.approx((15 + 10) / (30 + 10))
     assert dfly.first_token_seconds == pytest.approx(0.3)
     assert dfly.user_tokens_per_second == pytest.approx((4 * 10.0 + 12 * 30.0) / 16)
     assert (dfly.windows, dfly.too_short, dfly.failures) == (2, 1, 1)
