@@ -118,7 +118,7 @@ def test_every_problem_is_said_by_name_and_key():
     assert lines[1].startswith("c/d: mode: 'low-think' is not allowed")
     assert lines[2].startswith("c/d: colour: unknown key; allowed: name, repository")
     assert lines[3] == "drafters.2.name: is required"
-    assert lines[4].startswith("drafters[3]: ")
+    assert lines[4].startswith("drafters.3: ")
     assert lines[5] == "e/f: give repository, folder or both"
     for content in (["a"], {"drafters": "many"}, {"drafters": {"a": GOOD}}, {"format_version": 2, "drafters": [GOOD]}):
         with pytest.raises(CheckpointError, match="problem"):
