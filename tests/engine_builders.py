@@ -147,8 +147,8 @@ def write_tiny_bundle(folder: Path, *, target: Path | None = None, costs: bool =
     return path
 
 
-def run(folder: Path, name: str, job: dict[str, Any], **environment: str) -> dict[str, Any]:
-    """Run a job in an engine of its own."""
+def plugin_environment(folder: Path) -> dict[str, str]:
+    """Environment of an engine with the extension, the CPU platform and the tests' own plugin, announced in ``folder``."""
     metadata = folder / "plugins" / "angelspec_tests-0.1.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: angelspec-tests\nVersion: 0.1\n")
@@ -157,6 +157,19 @@ def run(folder: Path, name: str, job: dict[str, Any], **environment: str) -> dic
         lines += ["angelspec = sglang_ext.plugin:register", "[sglang.srt.platforms]"]
         lines += ["angelspec_cpu = sglang_ext.cpu.platform:activate"]
     (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return {
+        "PYTHONPATH": f"{ROOT}:{folder / 'plugins'}",
+        "SGLANG_PLATFORM": "angelspec_cpu",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "ANGELSPEC_CACHE": str(folder / "cache"),
+    }
+
+
+def run(folder: Path, name: str, job: dict[str, Any], **environment: str) -> dict[str, Any]:
+    """Run a job in an engine of its own."""
     path, out = folder / f"{name}.json", folder / f"{name}.out.json"
     path.write_text(json.dumps({**job, "out": str(out)}))
     done = subprocess.run(
@@ -164,13 +177,7 @@ def run(folder: Path, name: str, job: dict[str, Any], **environment: str) -> dic
         cwd=ROOT,
         env={
             **{key: value for key, value in os.environ.items() if not key.startswith("ANGELSPEC_")},
-            "PYTHONPATH": f"{ROOT}:{folder / 'plugins'}",
-            "SGLANG_PLATFORM": "angelspec_cpu",
-            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "ANGELSPEC_CACHE": str(folder / "cache"),
+            **plugin_environment(folder),
             **environment,
         },
         capture_output=True,

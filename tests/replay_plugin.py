@@ -2,7 +2,9 @@
 
 It stands in for the drafter named ``dfly``: SGLang loads this module as a plugin of its own, which puts itself around
 the worker's drafting. ``ANGELSPEC_REPLAY`` names a JSON file: {request id: {"prompt": length, "output": [..],
-"probability": p}}. A request that is not in it is drafted for as usual.
+"probability": p, "depth": k}}; of a request's id only what stands before ``#`` counts. Without ``depth`` it proposes
+as many tokens as a step holds. A request that is not in it is drafted for as usual. With ``ANGELSPEC_REPLAY_FREE`` the
+engine also plans as if drafting took no time.
 """
 
 from __future__ import annotations
@@ -29,6 +31,17 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang_ext.worker.AngelSpecWorker._draft", _draft, HookType.AROUND)
+    if "ANGELSPEC_REPLAY_FREE" in os.environ:
+        HookRegistry.register("sglang_ext.worker.AngelSpecWorker.use_costs", _free, HookType.AROUND)
+
+
+def _free(original: Any, worker: Any, costs: Any) -> None:
+    from angelspec.core.step_costs import DraftPoint
+
+    if costs is not None:
+        nothing = (DraftPoint(rows=1, seconds=0.0),)
+        costs = costs.model_copy(update={"drafting": dict.fromkeys(costs.drafting, nothing)})
+    original(worker, costs)
 
 
 def _draft(
@@ -39,12 +52,13 @@ def _draft(
     others = [i for i in indices if name != NAME or _key(rows[i].rid) not in script]
     if others:
         original(worker, name, others, rows, slots, lengths, batch, block_BW, confidences)
-    depth = block_BW.shape[1] - 1
+    most = block_BW.shape[1] - 1
     vocabulary = worker.plan.places[0].config.vocab_size
     for index in indices:
         if index in others:
             continue
         known = script[_key(rows[index].rid)]
+        depth = known.get("depth", most)
         begin = lengths[index] - known["prompt"] + 1  # the anchor is the output's token before it
         tokens = known["output"][begin : begin + depth]
         tokens += [0] * (depth - len(tokens))
