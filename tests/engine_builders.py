@@ -148,7 +148,7 @@ def write_tiny_bundle(folder: Path, *, target: Path | None = None, costs: bool =
 
 
 def plugin_environment(folder: Path) -> dict[str, str]:
-    """Environment of an engine with the extension, the CPU platform and the tests' own plugin, announced in ``folder``."""
+    """Environment of an engine with the extension, the CPU platform and the tests' plugin, announced in ``folder``."""
     metadata = folder / "plugins" / "angelspec_tests-0.1.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: angelspec-tests\nVersion: 0.1\n")

@@ -76,10 +76,15 @@ def _bundle(folder: Path, target: str) -> Path:
         "target": {"source": target, "mode_family": "smollm2"},
         "drafters": [
             {
-                "name": "dfly", "source": "./dfly", "family": "block", "algorithm": "dfly", "mode": "no-think", "depth": 7,
+                "name": "dfly",
+                "source": "./dfly",
+                "family": "block",
+                "algorithm": "dfly",
+                "mode": "no-think",
+                "depth": 7,
             }
         ],
-    }  # fmt: skip
+    }
     path = folder / "bundle.yaml"
     path.write_text(yaml.safe_dump(document))
     return path
