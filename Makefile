@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 SERVE ?= .venv-serve
 export OMP_WAIT_POLICY ?= PASSIVE
 
+# a build of torch for the tests; empty: what pip chooses, which may be a CUDA build of several GB
+TORCH ?=
 # what SGLang 0.5.23 installs; the newest 2.x is what the other tests run with
 OTHER_HUB ?= 1.33.0
 
@@ -47,7 +49,7 @@ $(VENV)/.core: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet $(TORCH) --editable '.[dev]'
 	touch $@ $(VENV)/.core
 
 $(SERVE)/.ready: pyproject.toml | $(VENV)/bin/python

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from angelspec.core.bundle import PLAIN
+from angelspec.core.calibration import Calibration
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.step_costs import StepCosts
 from angelspec.ops.step_plan import DraftPlan
@@ -104,11 +105,16 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
 
     def use_costs(self, costs: StepCosts | None) -> None:
         """Plan by these costs from now on; None: by none, so that only rows whose request names a drafter draft."""
-        self.costs = costs
+        self.costs = self.measured_costs = costs
         self._tracker = None if costs is None else CostTracker(costs)
         self._planner = StepPlanner.of(self.plan.bundle, costs or StepCosts())
         for known in list(self.requests):
             self._open(known)
+
+    @property
+    def calibrations(self) -> dict[str, Calibration]:
+        """What served requests have taught about the drafters' confidences, by drafter."""
+        return self._planner.calibrations
 
     def set_speculation(self, on: bool) -> None:
         """Switch drafting on or off; running requests go on."""

@@ -81,7 +81,7 @@ class DemoServer:
         if self.extension:
             state["angelspec"] = {
                 "bundle": "embedded", "target": "models/smollm2-135m", "mode_family": "smollm2", "speculation": "on",
-                "drafters": DRAFTERS, "costs_measured": True, "draft_bytes_per_token": 1024, "ratios": None,
+                "drafters": DRAFTERS, "draft_bytes_per_token": 1024, "ratios": None,
                 "counters": Counters(steps=1).as_dict(),
             }  # fmt: skip
         return {"version": "0.5.23", "model_path": "models/smollm2-135m", "internal_states": [state]}

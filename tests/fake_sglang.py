@@ -80,6 +80,7 @@ class FakeSGLang:
         self.running = 0
         self.most_running = 0
         self.counters = Counters()
+        self.calibrations: dict[str, dict] = {}
         self.lock = threading.Lock()
         self.started = time.monotonic()
         self.http = ThreadingHTTPServer(address, _handler(self))
@@ -106,7 +107,7 @@ class FakeSGLang:
                      "source": d.source}
                     for d in self.bundle.drafters
                 ],
-                "costs_measured": False, "draft_bytes_per_token": 128, "ratios": None,
+                "costs": None, "calibrations": self.calibrations, "draft_bytes_per_token": 128, "ratios": None,
                 "counters": self.counters.as_dict(),
             }  # fmt: skip
         return {"version": "0.5.23", "model_path": self.bundle.target.source, "dtype": "float32",

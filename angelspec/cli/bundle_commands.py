@@ -136,6 +136,32 @@ def check_command(file: Path, as_json: bool) -> None:
     sys.exit(1 if problems else 0)
 
 
+@bundle.command("learn")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--url", required=True, help="Of a server that was started with FILE, e.g. http://127.0.0.1:30000.")
+def learn_command(file: Path, url: str) -> None:
+    """Write into the bundle FILE what a running server measured and learnt.
+
+    These are the costs of its steps, as it measured them when it started, and how far each drafter's confidences can
+    be trusted, as served requests have shown. A server that starts with FILE begins with both. Costs hold on the same
+    hardware, engine and flags alone, and are measured again elsewhere; FILE's paths, routes and settings stay.
+    """
+    from angelspec.core.bundle import read_bundle
+    from angelspec.serving.client import Client
+    from angelspec.serving.resolving import with_learnt
+
+    before = read_bundle(file)
+    with Client(url) as client:
+        engine = client.server_info().extension(url)
+    with_learnt(before, engine).save(file)
+    outcomes = {name: calibration.outcomes for name, calibration in engine.calibrations.items()}
+    for drafter in before.drafters:
+        seen = outcomes.get(drafter.name, 0)
+        click.echo(f"{drafter.name}: " + (f"learnt from {seen} verified proposals" if seen else "nothing verified yet"))
+    click.echo("step costs: " + ("as the server measured them" if engine.costs else "the server has none"))
+    click.echo(f"written: {file}")
+
+
 def _show(file: Path) -> None:
     from angelspec.core.bundle import load_bundle
     from angelspec.pipeline.progress import table_console

@@ -261,8 +261,12 @@ def load_bundle(path: Path) -> Bundle:
     Raises:
         BundleError: no such file, no YAML or JSON, another format version, or every key that is wrong, by name.
     """
-    bundle = parse_bundle(_read(path), where=str(path))
-    return bundle.located(path.resolve().parent)
+    return read_bundle(path).located(path.resolve().parent)
+
+
+def read_bundle(path: Path) -> Bundle:
+    """Read a bundle as it is written, its paths relative to its folder; raises as ``load_bundle``."""
+    return parse_bundle(_read(path), where=str(path))
 
 
 def parse_bundle(document: Any, *, where: str) -> Bundle:

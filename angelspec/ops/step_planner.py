@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from angelspec.core.bundle import Bundle
-from angelspec.core.calibration import evidence
+from angelspec.core.calibration import Calibration, evidence
 from angelspec.core.estimates import Estimates, ProbeBudget
 from angelspec.core.step_costs import StepCosts
 from angelspec.core.workloads import Workload
@@ -123,6 +123,12 @@ class StepPlanner:
         """The planner of a bundle, with costs measured on this machine."""
         estimates = Estimates(bundle.depths, measured=bundle.measured, calibrations=bundle.calibrations)
         return cls(costs, estimates, depths=bundle.depths, ratios=bundle.dcut.ratios)
+
+    @property
+    def calibrations(self) -> dict[str, Calibration]:
+        """What has been learnt about the confidences of the drafters that were verified at all."""
+        learnt = {name: self._estimates.calibration(name) for name in self._depths}
+        return {name: calibration for name, calibration in learnt.items() if calibration.outcomes}
 
     def use(self, costs: StepCosts) -> None:
         """Plan by these costs from the next step on; what was learnt about requests stays."""

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+from angelspec.core.calibration import Calibration
 from angelspec.core.request_label import RequestMetadata
+from angelspec.core.step_costs import StepCosts
+from angelspec.serving.failures import ServingError
 
 _WIRE = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 """A newer server may say more than this client reads."""
@@ -152,7 +155,10 @@ class EngineState(BaseModel):
     mode_family: str
     speculation: Literal["on", "off"]
     drafters: tuple[ServedDrafter, ...]
-    costs_measured: bool = False
+    costs: StepCosts | None = None
+    """As measured when it started; None: it plans by none."""
+    calibrations: dict[str, Calibration] = Field(default_factory=dict)
+    """By drafter, learnt from what was verified since the start."""
     draft_bytes_per_token: int = 0
     ratios: tuple[float, ...] | None = None
     """The grid of keep ratios; None: every number of slots."""
@@ -171,3 +177,9 @@ class ServerInfo:
     """None: the server runs without the extension (plain SGLang)."""
     arguments: Mapping[str, Any]
     """Everything else: SGLang's resolved arguments."""
+
+    def extension(self, url: str) -> EngineState:
+        """The extension's state; raises ServingError if the server at ``url`` runs without it."""
+        if self.engine is None:
+            raise ServingError(f"{url} runs without angelspec's extension", mend="start it with `angelspec serve`")
+        return self.engine

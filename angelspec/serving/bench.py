@@ -287,9 +287,7 @@ def _label(route: str, cut: str) -> RequestLabel:
 
 
 def _check_servers(info: ServerInfo, other: ServerInfo | None, *, url: str, control_url: str | None) -> None:
-    if info.engine is None:
-        raise ServingError(f"{url} runs without angelspec's extension", mend="start it with `angelspec serve`")
-    if info.engine.speculation == "off":
+    if info.extension(url).speculation == "off":
         raise ServingError(f"{url}: speculation is switched off", mend="switch it on, then measure")
     if other is None:
         return

@@ -24,6 +24,7 @@ from angelspec.core.files import read_json
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.modes import Mode
+from angelspec.serving.answers import EngineState
 
 
 @dataclass(frozen=True)
@@ -340,6 +341,29 @@ def with_routes(bundle: Bundle, texts: Sequence[str]) -> Bundle:
             raise BundleError(f"route '{text}' is no rule", mend="write [WORKLOAD][/MODE]=ROUTE, such as code=dfly")
         rules.append({"workload": workload or None, "mode": mode or None, "route": route})
     return parse_bundle({**bundle.model_dump(), "routes": [*bundle.routes, *rules]}, where="--route")
+
+
+def with_learnt(bundle: Bundle, engine: EngineState) -> Bundle:
+    """The bundle with what a running server measured and learnt: its step costs and its drafters' calibrations.
+
+    Raises:
+        BundleError: the server's drafters are not the bundle's.
+    """
+    served = {drafter.name: (drafter.family, drafter.mode, drafter.depth) for drafter in engine.drafters}
+    ours = {drafter.name: (drafter.family, drafter.mode, drafter.depth) for drafter in bundle.drafters}
+    if served != ours:
+        theirs = "; ".join(
+            f"{name} ({family}, {mode}, depth {depth})" for name, (family, mode, depth) in served.items()
+        )
+        raise BundleError(
+            f"the server has other drafters than the bundle: {theirs}", mend="name the bundle that it was started with"
+        )
+    learnt = {name: one.model_dump() for name, one in (bundle.calibrations | engine.calibrations).items()}
+    costs = engine.costs or bundle.costs
+    return parse_bundle(
+        {**bundle.model_dump(), "costs": costs.model_dump() if costs else None, "calibrations": learnt},
+        where="the server's state",
+    )
 
 
 def with_acceptance(bundle: Bundle, measured: Sequence[WorkloadAcceptance]) -> Bundle:

@@ -131,4 +131,4 @@ def test_its_answers_are_the_target_s(folder: Path, served: dict[str, Any]) -> N
 
 
 def test_costs_were_measured_at_the_start(served: dict[str, Any]) -> None:
-    assert served["state"]["costs_measured"]
+    assert served["state"]["costs"]["verification"]

@@ -13,12 +13,13 @@ import time
 import psutil
 import pytest
 from click.testing import CliRunner
-from fake_sglang import Behaviour, FakeSGLang
+from fake_sglang import Behaviour, FakeSGLang, small_bundle
 from hub_builders import exported_drafter, manifest_of
 from serving_builders import install_fake_sglang
 
 from angelspec.cli.main import cli
 from angelspec.core.bundle import load_bundle
+from angelspec.core.calibration import Calibration
 from angelspec.core.manifest import TargetIdentity
 from angelspec.core.recipe_files import load_recipe
 from angelspec.drafters.checkpoint import save_drafter
@@ -274,3 +275,31 @@ def test_the_key_is_not_kept():
     assert _without_key(["--api-key", "a", "--api-key=b", "--url", "c"]) == [
         "--api-key", "...", "--api-key=...", "--url", "c",
     ]  # fmt: skip
+
+
+def test_a_bundle_learns_from_a_server(tmp_path):
+    bundle = small_bundle()
+    file = bundle.save(tmp_path / "bundle.yaml")
+    with FakeSGLang(bundle) as server:
+        server.calibrations = {"dfly": Calibration(slope=0.5, outcomes=40).model_dump()}
+        result = run("bundle", "learn", file, "--url", server.url)
+    assert result.exit_code == 0, result.output
+    assert "dfly: learnt from 40 verified proposals" in result.output
+    assert "mtp: nothing verified yet" in result.output
+    learnt = load_bundle(file)
+    assert learnt.calibrations == {"dfly": Calibration(slope=0.5, outcomes=40)}
+    assert learnt.model_copy(update={"calibrations": {}}) == bundle
+
+
+def test_a_bundle_learns_from_no_other_server(tmp_path):
+    file = small_bundle(drafters=("dfly",)).save(tmp_path / "bundle.yaml")
+    before = file.read_text()
+    with FakeSGLang() as server:
+        result = run("bundle", "learn", file, "--url", server.url)
+        assert result.exit_code == 2
+        assert "the server has other drafters than the bundle: mtp (mtp, no-think, depth 3)" in result.output
+        server.behaviour = Behaviour(extension=False)
+        result = run("bundle", "learn", file, "--url", server.url)
+        assert result.exit_code == 2
+        assert "runs without angelspec's extension" in result.output
+    assert file.read_text() == before

@@ -1,6 +1,7 @@
 """The client against a fake server: answers, streams, labels, cancelling, and everything that can break."""
 
 import asyncio
+import json
 import time
 from types import SimpleNamespace
 
@@ -9,7 +10,9 @@ import torch
 from fake_sglang import Behaviour, FakeSGLang, small_bundle
 from pydantic import ValidationError
 
+from angelspec.core.calibration import Calibration
 from angelspec.core.request_label import RequestLabel
+from angelspec.core.step_costs import StepCosts
 from angelspec.serving.answers import EngineCounters, EngineState, ServedDrafter
 from angelspec.serving.client import AsyncClient, Client
 from angelspec.serving.failures import RequestRefused, ServerUnreachable, StreamBroken
@@ -248,12 +251,19 @@ def test_the_engines_page_holds_what_is_read(monkeypatch):
     monkeypatch.setattr(engine_hooks, "current_plan", lambda: plan)
     runner = SimpleNamespace(kv_cache_dtype=torch.float32)
     page = engine_hooks.describe(
-        SimpleNamespace(speculation=True, costs=None, counters=Counters(), draft_model_runner=runner)
+        SimpleNamespace(
+            speculation=True,
+            measured_costs=StepCosts(),
+            calibrations={"dfly": Calibration(slope=0.5)},
+            counters=Counters(),
+            draft_model_runner=runner,
+        )
     )
     assert set(page) == set(EngineState.model_fields)
     assert set(page["counters"]) >= set(EngineCounters.model_fields)
     assert all(set(drafter) == set(ServedDrafter.model_fields) for drafter in page["drafters"])
-    EngineState.model_validate(page)
+    state = EngineState.model_validate(json.loads(json.dumps(page)))
+    assert (state.costs, state.calibrations) == (StepCosts(), {"dfly": Calibration(slope=0.5)})
 
 
 def test_a_counter_of_another_name_is_no_zero():
