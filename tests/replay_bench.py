@@ -181,7 +181,7 @@ async def _window(
     ended = time.perf_counter()
     over.set()
     await asyncio.gather(*tasks)
-    running.flush_cache()
+    await running.tokenizer_manager.flush_cache()
     tokens = sum(count for at, count in arrivals if began < at <= ended)
     steps = sum(one.get("verify_steps", 0) for one in met)
     return {
