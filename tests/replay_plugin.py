@@ -39,7 +39,8 @@ def _free(original: Any, worker: Any, costs: Any) -> None:
     from angelspec.core.step_costs import DraftPoint
 
     if costs is not None:
-        nothing = (DraftPoint(rows=1, seconds=0.0),)
+        rows = max((point.batch_size for point in costs.verification), default=1)
+        nothing = (DraftPoint(rows=1, seconds=0.0), DraftPoint(rows=rows, seconds=0.0))
         costs = costs.model_copy(update={"drafting": dict.fromkeys(costs.drafting, nothing)})
     original(worker, costs)
 
