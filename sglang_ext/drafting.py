@@ -54,6 +54,12 @@ class DraftRunner:
     def _head_VD(self) -> Tensor:
         return self.model.lm_head.weight[: self.model.config.vocab_size]
 
+    def _multiply(self, states: Tensor, head_VD: Tensor) -> Tensor:
+        """The engine's own product with its head, which may hold the weight in another layout."""
+        head = self.model.lm_head
+        logits_NV = head.quant_method.apply(head, states.flatten(0, -2))[:, : head_VD.shape[0]]
+        return logits_NV.unflatten(0, states.shape[:-1])
+
     @torch.inference_mode()
     def prefill(
         self, drafters: Sequence[str], slot: int, start: int, *, tokens: Tensor, taps_NF: Tensor, hidden_ND: Tensor
@@ -122,6 +128,7 @@ class DraftRunner:
                     position_B=rows.length_B,
                     embedding_VD=self._embedding_VD,
                     head_VD=self._head_VD,
+                    multiply=self._multiply,
                 )
             for slot in rows.slots:  # the last entry is written again: its successor may have been another one
                 if not self.pending.waiting(name, slot):
@@ -138,6 +145,7 @@ class DraftRunner:
                 asking_B=waiting.last_B,
                 embedding_VD=self._embedding_VD,
                 head_VD=self._head_VD,
+                multiply=self._multiply,
             )
             for slot in rows.slots:
                 self.pending.enter(name, slot, self.pending.length[slot])

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from angelspec.core.drafter_config import BlockDrafterConfig
 from angelspec.core.errors import CheckpointError
 from angelspec.drafters.base import DrafterModule
 from angelspec.drafters.context import distance_prior, mix_taps
-from angelspec.drafters.drafting import ContextCache, Drafts, exact_scores, shortlist_scores
+from angelspec.drafters.drafting import ContextCache, Drafts, Multiply, exact_scores, shortlist_scores
 from angelspec.drafters.heads import ConfidenceHead, HiddenCorrection, MarkovHead
 from angelspec.drafters.layers import Attend, BlockLayer, RMSNorm, linear
 from angelspec.ops.anchors import Anchors
@@ -294,12 +295,17 @@ class BlockDrafter(DrafterModule):
         embedding_VD: Tensor,
         head_VD: Tensor,
         shortlist: int | None = None,
+        multiply: Multiply = F.linear,
     ) -> Drafts:
-        """The sequential half of :meth:`draft`: tokens from backbone states, each corrected by the one before."""
+        """The sequential half of :meth:`draft`: tokens from backbone states, each corrected by the one before.
+
+        ``multiply`` is the product with the whole head.
+        """
         kind = self.config.head
         parts = {
             "corrects": kind == "correction",
             "markov_bias": self.markov_head.bias if kind == "markov" else None,
+            "multiply": multiply,
         }
         if shortlist is None or kind == "none":
             score = exact_scores(hidden_BKD, head_VD, **parts)

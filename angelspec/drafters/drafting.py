@@ -159,9 +159,13 @@ class ContextCache:
         self._values = [values[keep] for values in self._values]
 
 
-def vocabulary_logits(states: Tensor, head_VD: Tensor) -> Tensor:
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""(states [..., D], head_VD) -> logits [..., V]: the head's product. An engine has a faster one for its own head."""
+
+
+def vocabulary_logits(states: Tensor, head_VD: Tensor, multiply: Multiply = F.linear) -> Tensor:
     """The target's head on drafter states [..., D]: float32 logits [..., V], multiplied in the head's dtype."""
-    return F.linear(states.to(head_VD.dtype), head_VD).float()
+    return multiply(states.to(head_VD.dtype), head_VD).float()
 
 
 def best_tokens(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,15 +178,17 @@ Score = Callable[[int, Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
 """(slot, corrected_BD, markov_BR) -> the chosen token [B] and its probability [B]."""
 
 
-def exact_scores(hidden_BKD: Tensor, head_VD: Tensor, *, corrects: bool, markov_bias) -> Score:
+def exact_scores(
+    hidden_BKD: Tensor, head_VD: Tensor, *, corrects: bool, markov_bias, multiply: Multiply = F.linear
+) -> Score:
     """Choose over the whole vocabulary.
 
     A hidden correction changes the state, so it needs the head again at every slot; otherwise one pass serves all.
     """
-    base_BKV = None if corrects else vocabulary_logits(hidden_BKD, head_VD)
+    base_BKV = None if corrects else vocabulary_logits(hidden_BKD, head_VD, multiply)
 
     def score(slot: int, corrected_BD: Tensor, markov_BR: Tensor | None) -> tuple[Tensor, Tensor]:
-        logits_BV = vocabulary_logits(corrected_BD, head_VD) if base_BKV is None else base_BKV[:, slot]
+        logits_BV = vocabulary_logits(corrected_BD, head_VD, multiply) if base_BKV is None else base_BKV[:, slot]
         if markov_BR is not None:
             logits_BV = logits_BV + markov_bias(markov_BR, None)
         return best_tokens(logits_BV)
@@ -190,9 +196,11 @@ def exact_scores(hidden_BKD: Tensor, head_VD: Tensor, *, corrects: bool, markov_
     return score
 
 
-def shortlist_scores(hidden_BKD: Tensor, head_VD: Tensor, *, size: int, corrects: bool, markov_bias) -> Score:
+def shortlist_scores(
+    hidden_BKD: Tensor, head_VD: Tensor, *, size: int, corrects: bool, markov_bias, multiply: Multiply = F.linear
+) -> Score:
     """Choose among each slot's ``size`` best tokens before correction: one head pass for the whole block."""
-    base_BKV = vocabulary_logits(hidden_BKD, head_VD)
+    base_BKV = vocabulary_logits(hidden_BKD, head_VD, multiply)
     top_BKM, candidate_BKM = base_BKV.topk(min(size, base_BKV.shape[-1]), dim=-1)
     total_BK = base_BKV.logsumexp(-1)
     # log of the mass outside the shortlist, before correction; -inf where nothing is outside

@@ -14,7 +14,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from angelspec.core.engine import CPU_BACKEND as BACKEND
-from angelspec.core.engine import CPU_PLATFORM, PLATFORM_VARIABLE
+from angelspec.core.engine import CPU_PLATFORM, CPU_THREADS, PLATFORM_VARIABLE
 
 
 def chosen() -> bool:
@@ -23,8 +23,15 @@ def chosen() -> bool:
 
 
 def activate() -> str | None:
-    """The platform's dotted path if the environment names it, else None: a CPU is never taken behind a user's back."""
-    return f"{__name__}:CpuPlatform" if chosen() else None
+    """The platform's dotted path if the environment names it, else None: a CPU is never taken behind a user's back.
+
+    The engine's processes start after this and inherit how their threads wait.
+    """
+    if not chosen():
+        return None
+    for name, value in CPU_THREADS.items():
+        os.environ.setdefault(name, value)
+    return f"{__name__}:CpuPlatform"
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):

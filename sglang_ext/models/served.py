@@ -20,10 +20,11 @@ from typing import Any, Protocol
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from angelspec.core.drafter_config import BlockDrafterConfig, MtpDrafterConfig
 from angelspec.drafters.block import BlockDrafter
-from angelspec.drafters.drafting import Drafts, best_tokens, vocabulary_logits
+from angelspec.drafters.drafting import Drafts, Multiply, best_tokens, vocabulary_logits
 from angelspec.drafters.mtp import MtpDrafter
 from sglang_ext.compat import KVWriteLoc
 
@@ -91,8 +92,9 @@ class ServedBlock(nn.Module):
             pool.set_kv_buffer(attention, where, key_NGC, value_NGC)
 
     def draft(
-        self, window: Window, *, anchor_B: Tensor, position_B: Tensor, embedding_VD: Tensor, head_VD: Tensor
-    ) -> Drafts:
+        self, window: Window, *, anchor_B: Tensor, position_B: Tensor, embedding_VD: Tensor, head_VD: Tensor,
+        multiply: Multiply = F.linear,
+    ) -> Drafts:  # fmt: skip
         """Propose K tokens per row behind the anchors at these positions."""
         batch = window(0)
 
@@ -114,6 +116,7 @@ class ServedBlock(nn.Module):
             embedding_VD=embedding_VD,
             head_VD=head_VD,
             shortlist=self.shortlist,
+            multiply=multiply,
         )
 
 
@@ -177,7 +180,7 @@ class ServedMtp(nn.Module):
 
     def draft(
         self, window: Window, *, pool: DraftPool, hidden_ND: Tensor, next_N: Tensor, position_N: Tensor,
-        slot_N: Tensor, asking_B: Tensor, embedding_VD: Tensor, head_VD: Tensor,
+        slot_N: Tensor, asking_B: Tensor, embedding_VD: Tensor, head_VD: Tensor, multiply: Multiply = F.linear,
     ) -> Drafts:  # fmt: skip
         """Entries of what is not written yet, of each row at least the token before the anchor, and proposals.
 
@@ -191,6 +194,7 @@ class ServedMtp(nn.Module):
             asking_B: each row's last one.
             embedding_VD: the target's.
             head_VD: the target's.
+            multiply: the product with it.
         """
         hidden_BD = self._begin(
             pool, window(-1), hidden_ND=hidden_ND, next_N=next_N, position_N=position_N, slot_N=slot_N,
@@ -198,7 +202,7 @@ class ServedMtp(nn.Module):
         )  # fmt: skip
         position_B, tokens, confidences = position_N[asking_B], [], []
         for depth in range(1, self.depth + 1):
-            token_B, confidence_B = best_tokens(vocabulary_logits(hidden_BD, head_VD))
+            token_B, confidence_B = best_tokens(vocabulary_logits(hidden_BD, head_VD, multiply))
             tokens.append(token_B)
             confidences.append(confidence_B)
             if depth == self.depth:

@@ -13,8 +13,9 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 
 from angelspec.core.errors import MissingRequirement  # noqa: E402
-from sglang_ext.cpu import attention  # noqa: E402
-from sglang_ext.cpu.attention import Band, TorchAttention, group_rows, reference_attention  # noqa: E402
+from sglang_ext.cpu.attention import TorchAttention  # noqa: E402
+from sglang_ext.cpu.attention_plan import Band, Group, group_rows  # noqa: E402
+from sglang_ext.cpu.attention_reference import reference_attention  # noqa: E402
 
 LONGEST = 700
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -209,8 +210,8 @@ def test_groups_bound_their_padding_and_keep_every_row():
 def test_masks_are_built_once_per_step(monkeypatch):
     world = World(6)
     built = []
-    original = attention.Group._build_mask
-    monkeypatch.setattr(attention.Group, "_build_mask", lambda group, *key: built.append(key) or original(group, *key))
+    original = Group._build_mask
+    monkeypatch.setattr(Group, "_build_mask", lambda group, *key: built.append(key) or original(group, *key))
     batch = world.batch(ForwardMode.TARGET_VERIFY, [5, 9], [2, 3])
     world.backend.init_forward_metadata(batch)
     q = torch.randn(5, world.heads * world.channels)
