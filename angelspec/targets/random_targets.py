@@ -32,8 +32,15 @@ _THINK_TAGS = {
 }
 _PRINTABLE = (10, *range(32, 127))
 _SEED = 20_260_101
-_FORMAT = 1
+_FORMAT = 2
 """Raised when the same family would get other weights."""
+_HY3_PARTS = {
+    ".mlp.gate.weight": ".mlp.router.gate.weight",
+    ".mlp.e_score_correction_bias": ".mlp.expert_bias",
+    ".mlp.shared_experts.": ".mlp.shared_mlp.",
+}
+"""Parts of tensor names: transformers' own, and those of the released Hy3."""
+_HY3_DENSE_LAYERS = 1
 
 
 def materialise_random(source: Source) -> Path:
@@ -70,13 +77,33 @@ def write_random_target(folder: Path, geometry: TargetGeometry, *, family: str, 
         for name, tensor in sorted(model.state_dict().items())
         if not (geometry.tied_head and name == "lm_head.weight")
     }
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     written = {**config.to_dict(), "architectures": [type(model).__name__], "dtype": "float32"}
     written.pop("_name_or_path", None)
+    if geometry.architecture == "hy_v3":
+        state = _hy3_names(state)
+        written |= {"route_norm": True, "qk_norm": True, "first_k_dense_replace": _HY3_DENSE_LAYERS}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     _write_json(folder / "config.json", written)
     ends = {"bos_token_id": None, "eos_token_id": TURN_END, "pad_token_id": END_OF_TEXT}
     _write_json(folder / "generation_config.json", {key: value for key, value in ends.items() if value is not None})
     _write_tokenizer(folder, family=family, chat_template=chat_template, max_length=geometry.max_position_embeddings)
+
+
+def _hy3_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names of the released Hy3, which engines read; transformers fuses experts and renames the rest."""
+    named: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        prefix, found, part = name.partition(".mlp.experts.")
+        if not found:
+            for ours, released in _HY3_PARTS.items():
+                name = name.replace(ours, released)
+            named[name] = tensor
+            continue
+        for expert, weight in enumerate(tensor):
+            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            for projection, piece in zip(parts, weight.chunk(len(parts)), strict=True):
+                named[f"{prefix}.mlp.experts.{expert}.{projection}.weight"] = piece.contiguous()
+    return named
 
 
 def _config_arguments(geometry: TargetGeometry) -> dict[str, Any]:
