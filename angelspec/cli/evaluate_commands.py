@@ -25,7 +25,11 @@ from angelspec.cli.drafters import find
 @click.option(
     "--target", "target_source", metavar="SOURCE", help="Where the target lies, if not where the manifest says."
 )
-@click.option("--shortlist", type=int, help="Candidates per slot that the hidden correction rescores.")
+@click.option(
+    "--shortlist",
+    type=click.IntRange(min=0),
+    help="Candidates per slot that a sequential head rescores; 0: the whole vocabulary.",
+)
 @click.option("--cut", type=float, help="D-cut with this share of the proposals kept, for example 0.5.")
 @click.option("--breakeven", is_flag=True, help="Measure what each drafter must reach to match the first MTP drafter.")
 @click.option(

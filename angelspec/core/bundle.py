@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from angelspec.core.acceptance import AcceptanceCounts, pool
 from angelspec.core.calibration import Calibration
+from angelspec.core.drafter_config import SHORTLIST
 from angelspec.core.errors import AngelspecError, BundleError, suggest
 from angelspec.core.files import write_json_atomic, write_text_atomic
 from angelspec.core.manifest import DrafterManifest
@@ -69,8 +70,8 @@ class BundleDrafter(BaseModel):
     """The one thinking mode it was trained for."""
     depth: int = Field(ge=1)
     """Proposals per draft."""
-    shortlist: int | None = Field(default=None, ge=0)
-    """Candidates per slot that a sequential head rescores; 0: the whole vocabulary; None: the engine's default."""
+    shortlist: int | None = Field(default=SHORTLIST, ge=1)
+    """Candidates per slot that a sequential head rescores; None: the whole vocabulary (exact)."""
     digest: str | None = None
     """Content hash of its checkpoint; None: not checked."""
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_val
 
 from angelspec.core.drafter_config import (
     BLOCK_ALGORITHMS,
+    SHORTLIST,
     BlockAlgorithm,
     BlockDrafterConfig,
     ContextKind,
@@ -332,8 +333,8 @@ class EvaluationSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     exactness_prompts: int = Field(default=8, ge=0)
     """Prompts on which the output is compared, token for token, with plain decoding in float32."""
-    shortlist: int | None = Field(default=None, ge=1)
-    """Candidates per slot that the hidden correction rescores; None: the whole vocabulary (exact)."""
+    shortlist: int | None = Field(default=SHORTLIST, ge=1)
+    """Candidates per slot that a sequential head rescores; None: the whole vocabulary (exact)."""
     lookup: LookupSection = LookupSection()
     seed: int = 0
 

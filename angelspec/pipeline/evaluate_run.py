@@ -58,7 +58,7 @@ def evaluate_checkpoints(
         max_new_tokens: longest answer.
         batch_size: rows decoded together.
         target_source: where the target lies, if not where the manifest says.
-        shortlist: candidates per slot that a sequential head rescores.
+        shortlist: candidates per slot that a sequential head rescores; 0: the whole vocabulary; None: the recipe's.
         cut: keep ratio of D-cut.
         breakeven: batch sizes at which the break-even with the first MTP drafter is measured; none: it is not.
         output: folder of the report; none: ``runs/evaluation``.
@@ -189,9 +189,10 @@ def _recipe(
         "prompts_per_suite": limit,
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
-        "shortlist": shortlist,
     }
     document["evaluation"].update({key: value for key, value in changes.items() if value is not None})
+    if shortlist is not None:
+        document["evaluation"]["shortlist"] = shortlist or None
     if prompts:
         document["data"]["evaluation"] = [prompt_source(item).model_dump(mode="json") for item in prompts]
     if target_source is not None:

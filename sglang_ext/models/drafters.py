@@ -14,9 +14,6 @@ from angelspec.drafters.checkpoint import load_drafter
 from sglang_ext.models.served import Served, ServedBlock, ServedMtp
 from sglang_ext.settings import MARKER, DrafterPlace, EnginePlan, current_plan
 
-SHORTLIST = 16
-"""Candidates per slot that a sequential head rescores."""
-
 
 class _NoHead:
     """Stands where SGLang's DSPARK looks for a confidence or Markov head; nothing of it is ever called."""
@@ -81,8 +78,7 @@ def _load(plan: EnginePlan, place: DrafterPlace) -> Served:
     if isinstance(place.config, BlockDrafterConfig):
         columns = plan.tap_columns(place)
         columns = None if columns is None else columns.to(device)
-        wanted = SHORTLIST if place.drafter.shortlist is None else place.drafter.shortlist
-        shortlist = None if place.config.head == "none" else wanted or None
+        shortlist = None if place.config.head == "none" else place.drafter.shortlist
         return ServedBlock(drafter, first_layer=place.first_layer, tap_columns=columns, shortlist=shortlist)
     return ServedMtp(drafter, first_layer=place.first_layer, depth=place.drafter.depth)
 

@@ -31,7 +31,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(folder: Path) -> dict[str, Any]:
     entries = [
-        {"name": n, "source": f"./{n}", "family": family, "mode": "no-think", "depth": DEPTHS.get(n, 4), "shortlist": 0}
+        {
+            "name": n,
+            "source": f"./{n}",
+            "family": family,
+            "mode": "no-think",
+            "depth": DEPTHS.get(n, 4),
+            "shortlist": None,
+        }
         for n, family in {**FAMILIES, "broken": "block"}.items()
     ]
     bundle = folder / "bundle.yaml"
