@@ -148,11 +148,11 @@ def write_tiny_bundle(folder: Path, *, target: Path | None = None, costs: bool =
 
 
 def plugin_environment(folder: Path) -> dict[str, str]:
-    """Environment of an engine with the extension, the CPU platform and the tests' plugin, announced in ``folder``."""
+    """Environment of an engine with the extension, the CPU platform and the tests' plugins, announced in ``folder``."""
     metadata = folder / "plugins" / "angelspec_tests-0.1.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: angelspec-tests\nVersion: 0.1\n")
-    lines = ["[sglang.srt.plugins]", "replay = tests.replay_plugin:register"]
+    lines = ["[sglang.srt.plugins]", "replay = tests.replay_plugin:register", "fault = tests.fault_plugin:register"]
     if not entry_points(group="sglang.srt.plugins", name="angelspec"):  # not installed: run from the tree
         lines += ["angelspec = sglang_ext.plugin:register", "[sglang.srt.platforms]"]
         lines += ["angelspec_cpu = sglang_ext.cpu.platform:activate"]
