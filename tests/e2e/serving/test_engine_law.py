@@ -26,10 +26,10 @@ PROMPT = [40, 71, 102, 55, 90]
 TOKENS = 4
 """Of an answer that are compared; answers are longer, so that steps near the end are not special."""
 FILTERS: Mapping[str, dict[str, Any]] = {
-    "top-k": {"temperature": 6.0, "top_k": 3},
+    "top-k": {"temperature": 4.0, "top_k": 3},
     "top-p": {"temperature": 3.0, "top_k": 4, "top_p": 0.9},
-    "min-p": {"temperature": 6.0, "top_k": 4, "min_p": 0.3},
-    "seeded": {"temperature": 6.0, "top_k": 3},
+    "min-p": {"temperature": 4.0, "top_k": 4, "min_p": 0.3},
+    "seeded": {"temperature": 4.0, "top_k": 3},
 }
 LABELS: tuple[dict[str, Any], ...] = (
     {"route": "dfly", "dcut": "off"},
@@ -138,7 +138,7 @@ def test_routes_were_mixed_and_cut(honest: dict[str, Any]) -> None:
     assert {"dfly", "mtp", "dspark", "ar"} <= set(accepted)
     for name in FAMILIES:
         mean = sum(accepted[name]) / len(accepted[name])
-        assert 1.05 < mean < 2.5, f"{name}: {mean}: drafts must be accepted, and rejected"
+        assert 1.02 < mean < 2.5, f"{name}: {mean}: drafts must be accepted, and rejected"
 
 
 @pytest.mark.slow
