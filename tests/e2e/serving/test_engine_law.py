@@ -118,7 +118,7 @@ def p_value(told: Mapping[str, Any], name: str, law: Law) -> float:
 
 @pytest.fixture(scope="module")
 def honest(folder: Path) -> dict[str, Any]:
-    return sampled(folder, answers=1200, names=list(FILTERS))
+    return sampled(folder, answers=900, names=list(FILTERS))
 
 
 @pytest.mark.parametrize("name", list(FILTERS))
@@ -144,5 +144,5 @@ def test_routes_were_mixed_and_cut(honest: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", list(FAULTS))
 def test_a_planted_fault_shows(fault: str, folder: Path) -> None:
-    told = sampled(folder, answers=1200, names=["top-k"], ANGELSPEC_FAULT=fault)
+    told = sampled(folder, answers=2400, names=["top-k"], ANGELSPEC_FAULT=fault)
     assert p_value(told, "top-k", exact_law(folder, FILTERS["top-k"])) < 1e-6
