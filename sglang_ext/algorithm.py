@@ -21,7 +21,7 @@ class UnsupportedError(AngelspecError):
     """A feature of SGLang that the extension can't be combined with."""
 
 
-_UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
+UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
     "pp_size": (1, "pipeline parallelism (--pp-size)"),
     "tp_size": (1, "tensor parallelism (--tp-size): drafters are not sharded yet"),
     "attn_dp_size": (1, "attention data parallelism (--dp-size with --enable-dp-attention)"),
@@ -75,7 +75,7 @@ class AngelSpecAlgorithm(CustomSpecAlgo):
 def refuse_unsupported(server_args: Any) -> None:
     """Raises UnsupportedError, naming every argument that rules the extension out."""
     wrong = []
-    for field, (needed, name) in _UNSUPPORTED.items():
+    for field, (needed, name) in UNSUPPORTED.items():
         value = getattr(server_args, field, needed)
         unset = value is None or value == []
         if value != needed and not unset:

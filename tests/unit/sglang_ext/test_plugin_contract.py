@@ -50,6 +50,15 @@ def test_a_plugin_that_fails_ends_the_process(monkeypatch: pytest.MonkeyPatch) -
         plugin.register()
 
 
+def test_what_is_refused_are_arguments_of_sglang() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_ext.algorithm import UNSUPPORTED
+
+    assert [name for name in UNSUPPORTED if not hasattr(ServerArgs, name)] == []
+    assert not hasattr(ServerArgs, "no_such_argument")
+
+
 def test_nothing_happens_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "_registered", False)
     monkeypatch.delenv(settings.BUNDLE_VARIABLE, raising=False)
