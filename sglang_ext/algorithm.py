@@ -23,7 +23,6 @@ class UnsupportedError(AngelspecError):
 
 UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
     "pp_size": (1, "pipeline parallelism (--pp-size)"),
-    "tp_size": (1, "tensor parallelism (--tp-size): drafters are not sharded yet"),
     "attn_dp_size": (1, "attention data parallelism (--dp-size with --enable-dp-attention)"),
     "attn_cp_size": (1, "context parallelism (--attn-cp-size)"),
     "disaggregation_mode": ("null", "disaggregated prefill and decoding (--disaggregation-mode)"),
@@ -54,7 +53,7 @@ class AngelSpecAlgorithm(CustomSpecAlgo):
         refuse_unsupported(server_args)
         check_applied()
         plan = current_plan()
-        server_args.speculative_draft_model_path = str(draft_folder(plan))
+        server_args.speculative_draft_model_path = str(draft_folder(plan, ranks=server_args.tp_size))
         server_args.speculative_num_steps = 1
         server_args.speculative_eagle_topk = 1
         server_args.speculative_num_draft_tokens = plan.depth + 1

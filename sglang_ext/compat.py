@@ -76,6 +76,9 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
         ("result", "batch"),
     f"{_SRT}managers.scheduler_components.internal_state:SchedulerInternalStateController._update_handlers": (),
     f"{_SRT}managers.scheduler_components.internal_state:SchedulerInternalStateController._add_speculative": ("state",),
+    f"{_SRT}distributed.parallel_state:GroupCoordinator.broadcast": ("input_", "src"),
+    f"{_SRT}distributed.parallel_state:GroupCoordinator.broadcast_object": ("obj", "src"),
+    f"{_SRT}distributed.parallel_state:GroupCoordinator.all_gather": ("input_", "dim"),
     f"{_SRT}managers.tokenizer_manager:TokenizerManager.generate_request": ("obj",),
     f"{_SRT}managers.tokenizer_manager:TokenizerManager._accumulate_request_meta_info": (
         "meta_info", "state", "key", "values",

@@ -17,6 +17,7 @@ from sglang_ext import compat
 from sglang_ext.models.drafters import AngelSpecDrafters
 from sglang_ext.models.served import ServedMtp
 from sglang_ext.pending import PendingStates, Waiting
+from sglang_ext.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -40,25 +41,12 @@ class DraftRunner:
         model: the draft model.
         runner: SGLang's runner of the draft model.
         pending: the states that wait to be entered.
+        ranks: of the engine.
     """
 
-    def __init__(self, model: AngelSpecDrafters, runner: Any, pending: PendingStates) -> None:
-        self.model, self._runner, self.pending = model, runner, pending
+    def __init__(self, model: AngelSpecDrafters, runner: Any, pending: PendingStates, ranks: Ranks) -> None:
+        self.model, self._runner, self.pending, self._ranks = model, runner, pending, ranks
         self._infos: dict[tuple[int, int], Any] = {}
-
-    @property
-    def _embedding_VD(self) -> Tensor:
-        return self.model.embed_tokens.weight
-
-    @property
-    def _head_VD(self) -> Tensor:
-        return self.model.lm_head.weight[: self.model.config.vocab_size]
-
-    def _multiply(self, states: Tensor, head_VD: Tensor) -> Tensor:
-        """The engine's own product with its head, which may hold the weight in another layout."""
-        head = self.model.lm_head
-        logits_NV = head.quant_method.apply(head, states.flatten(0, -2))[:, : head_VD.shape[0]]
-        return logits_NV.unflatten(0, states.shape[:-1])
 
     @torch.inference_mode()
     def prefill(
@@ -117,7 +105,16 @@ class DraftRunner:
 
     @torch.inference_mode()
     def draft(self, name: str, rows: DraftRows) -> Drafts:
-        """Proposals of one drafter for some rows."""
+        """Proposals of one drafter for some rows, equal on all ranks."""
+        drafts = self._draft(name, rows)
+        if not self._ranks.several:
+            return drafts
+        depth = drafts.tokens_BK.shape[1]
+        both = torch.cat([drafts.tokens_BK.double(), drafts.confidence_BK.double()], dim=1)  # exact for both
+        self._ranks.sync(both)
+        return Drafts(both[:, :depth].long(), both[:, depth:].float())
+
+    def _draft(self, name: str, rows: DraftRows) -> Drafts:
         served = self.model.served[name]
         with compat.forward_context(compat.ForwardContext(attn_backend=self._runner.attn_backend)):
             if not isinstance(served, ServedMtp):
@@ -126,9 +123,9 @@ class DraftRunner:
                     lambda offset: self._window(rows, offset=offset, width=served.width),
                     anchor_B=rows.anchor_B,
                     position_B=rows.length_B,
-                    embedding_VD=self._embedding_VD,
-                    head_VD=self._head_VD,
-                    multiply=self._multiply,
+                    embedding_VD=self.model.embedding_VD,
+                    head_VD=self.model.head_VD,
+                    multiply=self.model.multiply,
                 )
             for slot in rows.slots:  # the last entry is written again: its successor may have been another one
                 if not self.pending.waiting(name, slot):
@@ -143,9 +140,9 @@ class DraftRunner:
                 position_N=waiting.position_N,
                 slot_N=self._places(waiting.request_N, waiting.position_N),
                 asking_B=waiting.last_B,
-                embedding_VD=self._embedding_VD,
-                head_VD=self._head_VD,
-                multiply=self._multiply,
+                embedding_VD=self.model.embedding_VD,
+                head_VD=self.model.head_VD,
+                multiply=self.model.multiply,
             )
             for slot in rows.slots:
                 self.pending.enter(name, slot, self.pending.length[slot])
@@ -159,7 +156,7 @@ class DraftRunner:
             next_N=waiting.next_N,
             position_N=waiting.position_N,
             slot_N=self._places(waiting.request_N, waiting.position_N),
-            embedding_VD=self._embedding_VD,
+            embedding_VD=self.model.embedding_VD,
         )
 
     def _places(self, request_N: Tensor, position_N: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ def measured_for(plan: EnginePlan, worker: Any) -> MeasuredFor:
             "quantization": runner.model_config.quantization,
             "overlap": not compat.get_schedule().disable_overlap_schedule,
             "page_size": worker.page_size,
+            "tp_size": compat.get_parallel().tp_size,
         },
     )
 
@@ -76,21 +77,32 @@ def _processor() -> str:
 
 
 def find_costs(plan: EnginePlan, worker: Any, drafts: DraftRunner) -> StepCosts:
-    """The bundle's costs if they hold here, else those of an earlier start, else measured now and kept."""
+    """The bundle's costs if they hold here, else those of an earlier start, else measured now and kept.
+
+    The first rank decides, and its figures hold on all.
+    """
     here = measured_for(plan, worker)
+    kept = cache_folder() / "costs" / f"{here.fingerprint}.json"
+    ranks = worker.ranks
+    if (known := ranks.agree(_known_costs(plan, here, kept) if ranks.is_first else None)) is not None:
+        return known
+    costs = ranks.agree(Profiler(worker, drafts).measure().model_copy(update={"measured_for": here}))
+    if ranks.is_first:
+        write_json_atomic(kept, costs.model_dump(mode="json"))
+    return costs
+
+
+def _known_costs(plan: EnginePlan, here: MeasuredFor, kept: Path) -> StepCosts | None:
     if plan.bundle.costs is not None:
         if not (stale := plan.bundle.stale_costs(here)):
             return plan.bundle.costs
         logger.warning("the bundle's costs do not hold here (%s): measuring", "; ".join(stale))
-    kept = cache_folder() / "costs" / f"{here.fingerprint}.json"
     if kept.is_file():
         try:
             return StepCosts.model_validate_json(kept.read_text(encoding="utf-8"))
         except ValueError:
             logger.warning("%s can't be read: measuring again", kept)
-    costs = Profiler(worker, drafts).measure().model_copy(update={"measured_for": here})
-    write_json_atomic(kept, costs.model_dump(mode="json"))
-    return costs
+    return None
 
 
 def padded_slots(runner: Any, slots: int) -> int:
@@ -130,7 +142,7 @@ class Profiler:
                 verification.append(
                     VerifyPoint(batch_size=size, slots=size * wide, seconds=self._time(self._verifier(size, wide)))
                 )
-            if time.perf_counter() - began > _SECONDS_AT_MOST:
+            if self._worker.ranks.agree(time.perf_counter() - began > _SECONDS_AT_MOST):
                 break
         sizes = [point.batch_size for point in verification if point.slots == point.batch_size]
         drafting = {

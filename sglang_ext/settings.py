@@ -193,9 +193,13 @@ def current_plan() -> EnginePlan:
     return place_drafters(load_bundle(Path(name)))
 
 
-def draft_folder(plan: EnginePlan) -> Path:
-    """The folder that describes the draft model to SGLang, in the user's cache; written where it is not there yet."""
-    folder = cache_folder() / "engines" / plan.digest
+def draft_folder(plan: EnginePlan, *, ranks: int = 1) -> Path:
+    """The folder that describes the draft model to SGLang, in the user's cache; written where it is not there yet.
+
+    SGLang divides a model's heads by the number of tensor-parallel ranks. Every rank holds the drafters whole, so the
+    folder says that there are as many times more.
+    """
+    folder = cache_folder() / "engines" / (plan.digest if ranks == 1 else f"{plan.digest}-{ranks}")
     config = plan.places[0].config
     document = {
         # a type that transformers knows and whose unknown keys it keeps
@@ -204,8 +208,8 @@ def draft_folder(plan: EnginePlan) -> Path:
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": plan.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
+        "num_attention_heads": config.num_heads * ranks,
+        "num_key_value_heads": config.num_kv_heads * ranks,
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,

@@ -37,6 +37,7 @@ from sglang_ext.penalties import RowPenalties, is_penalised
 from sglang_ext.pending import PendingStates
 from sglang_ext.profiling import find_costs, padded_slots
 from sglang_ext.prometheus import Exporter
+from sglang_ext.ranks import Ranks
 from sglang_ext.requests import RequestBook, ServedRequest
 from sglang_ext.settings import check_target, current_plan
 
@@ -75,7 +76,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         self.model_runner.model.logits_processor.keep_last_hidden_states = True
         self.requests = RequestBook(self.plan.bundle)
         self.counters = Counters()
-        self._exporter = Exporter() if self.server_args.enable_metrics else None
+        self.ranks = Ranks(compat.get_parallel().tp_group)
+        self._exporter = Exporter() if self.server_args.enable_metrics and self.ranks.is_first else None
         self.speculation = True
         """Whether steps may be drafted for; an operator switches it."""
         self._width = self.verify_num_draft_tokens
@@ -133,7 +135,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
                 dtype=self.model_runner.dtype,
                 device=self.device,
             )
-            self._drafts = DraftRunner(self.draft_model, runner, pending)
+            self._drafts = DraftRunner(self.draft_model, runner, pending, self.ranks)
         return self._drafts
 
     def _open(self, known: ServedRequest) -> None:
@@ -265,6 +267,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             row_N=row_N,
             position_N=packed.positions,
         )
+        self.ranks.sync(drawn_N)
         kept_B = layout.verify_lens.to(torch.int64) - 1
         outcome = accept(drawn_N, block_BW[:, 1:], row_N=row_N, offset_N=offset_N, kept_B=kept_B)
         commit_B = outcome.correct_B + 1
@@ -474,9 +477,13 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             verify_seconds=verifying,
             rest_seconds=rest,
         )
-        if self.counters.steps % _LOOK_EVERY == 0 and self._tracker.drifted():
-            self.costs = self._tracker.current()
-            self._planner.use(self.costs)
+        if self.counters.steps % _LOOK_EVERY:
+            return
+        drifted = self.ranks.is_first and self._tracker.drifted()
+        costs = self.ranks.agree(self._tracker.current() if drifted else None)
+        if costs is not None:
+            self.costs = costs
+            self._planner.use(costs)
 
     def _observe(self, step: Step, rows: list[ServedRequest], committed: list[int]) -> None:
         self._planner.observe(step, [number - 1 for number in committed])

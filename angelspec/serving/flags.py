@@ -53,7 +53,6 @@ _FAMILIES = (
 )
 _ONE: Mapping[tuple[str, ...], str] = {
     ("--pp-size", "--pipeline-parallel-size"): "speculation needs all layers in one stage",
-    ("--tp-size", "--tensor-parallel-size", "--tp"): "the drafters are not sharded over ranks",
     ("--attn-cp-size", "--attention-context-parallel-size"): "the drafters are not sharded over ranks",
 }
 """Sizes that must be 1, by their names, and why."""

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from angelspec.core.drafter_config import BlockDrafterConfig
 from angelspec.core.errors import CheckpointError
 from angelspec.drafters.checkpoint import load_drafter
+from sglang_ext.compat import get_parallel
 from sglang_ext.models.served import Served, ServedBlock, ServedMtp
+from sglang_ext.ranks import Ranks
 from sglang_ext.settings import MARKER, DrafterPlace, EnginePlan, current_plan
 
 
@@ -45,12 +48,42 @@ class AngelSpecDrafters(nn.Module):
         self.markov_head = self.confidence_head = _NoHead()
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
+        self._copies: tuple[Tensor, Tensor] | None = None
         self.served = nn.ModuleDict({place.drafter.name: _load(plan, place) for place in plan.places})
 
     def attach_shared_modules(self, *, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
-        """Take the target's embedding and head, which every drafter shares."""
+        """Take the target's embedding and head, which every drafter shares; on several ranks put together a whole copy.
+
+        Raises:
+            ShardError: one of them is quantised, and there are several ranks.
+        """
+        ranks = Ranks(get_parallel().tp_group)
         object.__setattr__(self, "embed_tokens", embed_tokens)  # no submodule: the target's weights are not ours
         object.__setattr__(self, "lm_head", lm_head)
+        if ranks.several:
+            size = {"rows": self.config.vocab_size, "columns": self.config.hidden_size}
+            embedding_VD = ranks.whole(embed_tokens.weight, **size, name="embedding")
+            tied = lm_head.weight.data_ptr() == embed_tokens.weight.data_ptr()
+            head_VD = embedding_VD if tied else ranks.whole(lm_head.weight, **size, name="vocabulary head")
+            self._copies = (embedding_VD, head_VD)
+
+    @property
+    def embedding_VD(self) -> Tensor:
+        """The target's embedding."""
+        return self.embed_tokens.weight if self._copies is None else self._copies[0]
+
+    @property
+    def head_VD(self) -> Tensor:
+        """The target's vocabulary head."""
+        return self.lm_head.weight[: self.config.vocab_size] if self._copies is None else self._copies[1]
+
+    def multiply(self, states: Tensor, head_VD: Tensor) -> Tensor:
+        """Logits [..., V] of states [..., D]: on one rank the engine's own product with its head, which may hold the
+        weight in another layout."""
+        if self._copies is not None:
+            return F.linear(states, head_VD)
+        logits_NV = self.lm_head.quant_method.apply(self.lm_head, states.flatten(0, -2))[:, : self.config.vocab_size]
+        return logits_NV.unflatten(0, states.shape[:-1])
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Check the marker; the drafters were loaded when the model was built.

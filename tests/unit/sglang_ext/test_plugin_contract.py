@@ -72,7 +72,7 @@ def test_nothing_happens_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> 
     ("changes", "words"),
     [
         ({"pp_size": 2}, "pipeline parallelism"),
-        ({"tp_size": 2}, "tensor parallelism"),
+        ({"attn_cp_size": 2}, "context parallelism"),
         ({"enable_lora": True}, "LoRA"),
         ({"enable_hierarchical_cache": True}, "hierarchical cache"),
         ({"disaggregation_mode": "decode"}, "disaggregated"),
