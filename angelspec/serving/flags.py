@@ -56,6 +56,7 @@ _ONE: Mapping[tuple[str, ...], str] = {
     ("--attn-cp-size", "--attention-context-parallel-size"): "the drafters are not sharded over ranks",
 }
 """Sizes that must be 1, by their names, and why."""
+TENSOR_PARALLEL = ("--tp-size", "--tensor-parallel-size", "--tp")
 _BACKENDS = ("--attention-backend", "--decode-attention-backend", "--prefill-attention-backend")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from angelspec.core.engine import ALGORITHM, BUNDLE_VARIABLE, CPU_PLATFORM, CPU_THREADS, PLATFORM_VARIABLE
 from angelspec.core.errors import BundleError
 from angelspec.serving.flags import (
+    TENSOR_PARALLEL,
     Device,
     Flag,
     check_flags,
@@ -164,7 +165,7 @@ def make_plan(
         flags=flags,
         defaults=defaults,
         memory=memory,
-        notes=tuple(_notes(resolved, defaults)),
+        notes=tuple(_notes(resolved, flags, defaults)),
     )
 
 
@@ -187,13 +188,15 @@ def shared_chat_template(drafters: Sequence[ResolvedDrafter]) -> str | None:
     return next(iter(templates), None)
 
 
-def _notes(resolved: ResolvedBundle, defaults: Mapping[str, str | None]) -> list[str]:
+def _notes(resolved: ResolvedBundle, flags: Sequence[Flag], defaults: Mapping[str, str | None]) -> list[str]:
     notes = [f"{drafter.entry.name}: {note}" for drafter in resolved.drafters for note in drafter.notes]
     notes += [
         f"{drafter.entry.name} is not trained: nothing of what it proposes will be accepted"
         for drafter in resolved.drafters
         if not drafter.is_trained
     ]
+    if (ranks := flag_value(flags, *TENSOR_PARALLEL) or "1") != "1":
+        notes.append(f"each of the {ranks} tensor-parallel ranks holds the drafters and their pools whole")
     if defaults.get("--attention-backend") == "flashinfer":
         notes.append("flashinfer verifies rows of different widths without CUDA graphs only; fa3 (H100, H200) has them")
     for drafter in resolved.drafters:

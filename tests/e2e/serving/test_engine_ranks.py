@@ -1,10 +1,9 @@
-"""Two tensor-parallel ranks: every rank holds the drafters whole, drafts the same, and the answers stay the target's."""
+"""Two tensor-parallel ranks: each holds the drafters whole and drafts the same, and answers stay the target's."""
 
 from __future__ import annotations
 
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -40,7 +40,7 @@ def test_flags_are_read_in_every_form():
         ["--enable-hierarchical-cache"], ["--enable-hier"], ["--enable-hicache"], ["--hicache-ratio", "2"],
         ["--enable-lora"], ["--enable-lora-overlap-loading"], ["--lora-paths", "a"], ["--max-lora-rank", "8"],
         ["--max-loaded-loras", "2"], ["--disaggregation-mode", "prefill"], ["--disaggregation-mode=decode"],
-        ["--pp-size", "2"], ["--pipeline-parallel-size=4"], ["--tp", "2"], ["--enable-dp-attention"],
+        ["--pp-size", "2"], ["--pipeline-parallel-size=4"], ["--enable-dp-attention"],
         ["--speculative-algorithm", "EAGLE"],
         ["--speculative-num-steps", "3"], ["--decoupled-spec-role", "x"], ["--enable-mixed-chunk"],
         ["--enable-custom-logit-processor"], ["--enable-return-hidden-states"], ["--model-path", "x"], ["--model", "x"],
@@ -57,7 +57,7 @@ def test_what_the_extension_cannot_support_is_refused_by_name(arguments):
 @pytest.mark.parametrize(
     ("arguments", "device"),
     [
-        (["--pp-size", "1"], "cuda"), (["--attention-backend", "fa3"], "cuda"), (["--tp-size", "1"], "cuda"),
+        (["--pp-size", "1"], "cuda"), (["--attention-backend", "fa3"], "cuda"), (["--tp-size", "2"], "cuda"),
         (["--attention-backend", "trtllm_mha"], "cuda"), (["--attention-backend", "flashinfer"], "cuda"),
         (["--attention-backend", "torch_native"], "cpu"), (["--attention-backend", "fa4"], "cuda"),
         (["--model-impl", "auto"], "cuda"),
@@ -66,6 +66,12 @@ def test_what_the_extension_cannot_support_is_refused_by_name(arguments):
 )  # fmt: skip
 def test_other_flags_pass(arguments, device):
     check_flags(parse_flags(arguments), device=device)
+
+
+def test_several_ranks_are_said_to_hold_the_drafters_whole(tmp_path):
+    assert not any("ranks" in note for note in plan_of(resolved_bundle(tmp_path), arguments=["--tp", "1"]).notes)
+    notes = plan_of(resolved_bundle(tmp_path), arguments=["--tp", "2"]).notes
+    assert any("each of the 2 tensor-parallel ranks holds the drafters" in note for note in notes)
 
 
 def test_a_cpu_server_gets_modest_defaults_and_the_users_flags_win(tmp_path):
