@@ -40,12 +40,19 @@ DRAFTERS = {
         context="hybrid", head="correction", num_layers=2, target_layer_ids=(0, 2), block_size=8, mask_token_id=250,
         correction_intermediate_size=32, **SHAPE,
     ),
+    "dflash": BlockDrafterConfig(
+        context="projection", head="none", num_layers=2, target_layer_ids=(1, 2), block_size=6, mask_token_id=250,
+        **SHAPE,
+    ),
+    "dflare": BlockDrafterConfig(
+        context="fusion", head="none", num_layers=2, target_layer_ids=(0, 1), block_size=5, mask_token_id=250, **SHAPE,
+    ),
     "dspark": BlockDrafterConfig(
         context="projection", head="markov", confidence_head=True, markov_rank=8, num_layers=1,
         target_layer_ids=(1, 2), block_size=5, mask_token_id=250, **SHAPE,
     ),
 }  # fmt: skip
-DEPTHS = {"mtp": 3, "dfly": 7, "dspark": 4}
+DEPTHS = {name: config.num_proposals for name, config in DRAFTERS.items()}
 ROOT = Path(__file__).parents[1]
 TARGET_SHARE = 0.15
 """Of the layers' own say in ``write_markov_target``."""
@@ -74,7 +81,7 @@ def write_markov_target(folder: Path) -> Path:
 def write_markov_drafters(folder: Path) -> dict[str, Path]:
     """Drafters of that target, made by hand: each looks at the token before, and a little at its context.
 
-    One more, ``broken``, gives numbers that are not finite.
+    Two more, ``dflash`` and ``dflare``, are random; another, ``broken``, gives numbers that are not finite.
     """
     size = GEOMETRY.hidden_size
     configs = {
@@ -99,23 +106,30 @@ def write_markov_drafters(folder: Path) -> dict[str, Path]:
                 correction.up_proj.weight[:, size:] += both
                 correction.down_proj.weight += 4 * both.t()
         save_drafter(drafter, folder / name, dtype=torch.float32)
+    for seed, name in enumerate(("dflash", "dflare")):
+        save_drafter(_random_drafter(DRAFTERS[name], seed=seed), folder / name, dtype=torch.float32)
     broken = build_drafter(DRAFTERS["dspark"]).initialise(seed=9)
     with torch.no_grad():  # finite as it is stored, not so what it computes
         broken.layers[0].self_attn.v_proj.weight.fill_(1e20)
         broken.layers[0].self_attn.o_proj.weight.fill_(3e38)
     save_drafter(broken, folder / "broken", dtype=torch.float32)
-    return {name: folder / name for name in (*configs, "broken")}
+    return {name: folder / name for name in (*configs, "dflash", "dflare", "broken")}
+
+
+def _random_drafter(config: BlockDrafterConfig | MtpDrafterConfig, *, seed: int) -> Any:
+    drafter = build_drafter(config).initialise(seed=seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    return drafter
 
 
 def write_tiny_bundle(folder: Path, *, target: Path | None = None, costs: bool = True) -> Path:
     """Drafters of random weights and a bundle file that names them."""
-    for seed, (name, config) in enumerate(DRAFTERS.items()):
-        drafter = build_drafter(config).initialise(seed=seed)
-        with torch.no_grad():
-            for parameter in drafter.parameters():
-                if parameter.ndim > 1:
-                    parameter.mul_(4)
-        save_drafter(drafter, folder / name, dtype=torch.float32)
+    drafters = {name: DRAFTERS[name] for name in ("mtp", "dfly", "dspark")}
+    for seed, (name, config) in enumerate(drafters.items()):
+        save_drafter(_random_drafter(config, seed=seed), folder / name, dtype=torch.float32)
     document = {
         "name": "tiny",
         "target": {"source": str(target or folder / "target"), "mode_family": "plain"},
@@ -128,13 +142,13 @@ def write_tiny_bundle(folder: Path, *, target: Path | None = None, costs: bool =
                 "mode": "no-think",
                 "depth": DEPTHS[name],
             }
-            for name, config in DRAFTERS.items()
+            for name, config in drafters.items()
         ],
     }
     if costs:
         draft = [{"rows": 1, "seconds": 0.001}, {"rows": 16, "seconds": 0.002}]
         document["costs"] = {
-            "drafting": dict.fromkeys(DRAFTERS, draft),
+            "drafting": dict.fromkeys(drafters, draft),
             "verification": [
                 {"batch_size": 1, "slots": 1, "seconds": 0.010},
                 {"batch_size": 1, "slots": 8, "seconds": 0.012},
@@ -152,7 +166,8 @@ def plugin_environment(folder: Path) -> dict[str, str]:
     metadata = folder / "plugins" / "angelspec_tests-0.1.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: angelspec-tests\nVersion: 0.1\n")
-    lines = ["[sglang.srt.plugins]", "replay = tests.replay_plugin:register", "fault = tests.fault_plugin:register"]
+    lines = ["[sglang.srt.plugins]"]
+    lines += [f"{name} = tests.{name}_plugin:register" for name in ("replay", "fault", "record")]
     if not entry_points(group="sglang.srt.plugins", name="angelspec"):  # not installed: run from the tree
         lines += ["angelspec = sglang_ext.plugin:register", "[sglang.srt.platforms]"]
         lines += ["angelspec_cpu = sglang_ext.cpu.platform:activate"]
