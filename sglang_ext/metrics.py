@@ -40,6 +40,10 @@ class Counters:
     plan_seconds: float = 0.0
     verify_seconds: float = 0.0
     other_seconds: float = 0.0
+    costed_seconds: float = 0.0
+    """Of the steps whose cost was foretold and that followed at once upon another one of the same requests."""
+    misjudged_seconds: float = 0.0
+    """Of these, by how much each was foretold too long or too short."""
     drafted_slots: int = 0
     verified_slots: int = 0
     committed_tokens: int = 0
@@ -72,6 +76,11 @@ class Counters:
         self.verified_slots += rows + sum(report.verified)
         self.committed_tokens += sum(report.committed)
         return report
+
+    def cost(self, *, foretold: float, taken: float) -> None:
+        """Compare what a step was to cost, in seconds, with what it took."""
+        self.costed_seconds += taken
+        self.misjudged_seconds += abs(foretold - taken)
 
     def prefill(self, *, start: int, continues: bool, again: bool) -> None:
         """Count a row of a prefill step."""

@@ -466,9 +466,12 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         if self._tracker is None:
             return
         rest = None
+        rows = {name: len(indices) for name, indices in step.rows_by_drafter.items()}
         if before is not None and before[1] == step.requests:
             rest = now - before[0] - drafting - verifying
-        rows = {name: len(indices) for name, indices in step.rows_by_drafter.items()}
+            foretold = self.costs.seconds(len(kept), drafted=rows, slots=len(kept) + sum(kept))
+            if foretold is not None:
+                self.counters.cost(foretold=foretold, taken=now - before[0])
         self._tracker.observe(
             len(kept),
             drafted=rows,

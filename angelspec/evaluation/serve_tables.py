@@ -91,6 +91,8 @@ def time_table(result: BenchResult) -> Table:
         speculative = sum(item.speculative_steps for item in counters)
         mixed = sum(item.mixed_steps for item in counters)
         cut = sum(item.cut_steps for item in counters)
+        costed = sum(item.costed_seconds for item in counters)
+        misjudged = sum(item.misjudged_seconds for item in counters)
         rows.append(
             (
                 choice.name,
@@ -100,13 +102,14 @@ def time_table(result: BenchResult) -> Table:
                 percent(cut / steps),
                 number(1e3 * whole / steps, "{:.1f}"),
                 *(percent(part / whole) if whole else MISSING for part in parts),
+                percent(misjudged / costed) if costed else MISSING,
             )
         )
     return Table(
         "Where the engine's time goes",
-        ("choice", "steps", "speculative", "mixed", "cut", "ms per step", "draft", "plan", "verify", "other"),
+        ("choice", "steps", "speculative", "mixed", "cut", "ms per step", "draft", "plan", "verify", "other", "off"),
         tuple(rows),
-        "steps of the whole batch, warm-up included",
+        "steps of the whole batch, warm-up included; off: by how much the planner misjudges a step's time",
     )
 
 

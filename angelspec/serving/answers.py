@@ -137,6 +137,10 @@ class EngineCounters(BaseModel):
     """Steps whose rows had different drafters or none."""
     cut_steps: int
     """Steps that verified less than was drafted."""
+    costed_seconds: float
+    """Of the steps whose cost was foretold."""
+    misjudged_seconds: float
+    """Of these, by how much each was foretold too long or too short."""
     nan_rows: int
     """Rows whose drafter gave no finite number, and that were decoded plainly."""
 

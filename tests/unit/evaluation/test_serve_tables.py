@@ -25,7 +25,7 @@ from angelspec.serving.bench_result import CONTROL, BenchResult, BenchSettings, 
 def result():
     counters = EngineCounters(
         steps=100, speculative_steps=75, mixed_steps=20, cut_steps=50, draft_seconds=1.0, plan_seconds=0.5,
-        verify_seconds=8.0, other_seconds=0.5, nan_rows=3,
+        verify_seconds=8.0, other_seconds=0.5, nan_rows=3, costed_seconds=8.0, misjudged_seconds=0.4,
     )  # fmt: skip
     windows = [
         window_of("ar", 0, tokens=100, seconds=10.0),
@@ -65,7 +65,7 @@ def test_cells(result):
 
 def test_where_the_time_goes(result):
     (row,) = time_table(result).rows
-    assert row == ("dfly", "100", "75.0 %", "20.0 %", "50.0 %", "100.0", "10.0 %", "5.0 %", "80.0 %", "5.0 %")
+    assert row == ("dfly", "100", "75.0 %", "20.0 %", "50.0 %", "100.0", "10.0 %", "5.0 %", "80.0 %", "5.0 %", "5.0 %")
 
 
 def test_faults_stand_before_the_results(result):

@@ -68,6 +68,9 @@ def test_pieces_wait_for_whole_characters_and_add_up_to_the_text() -> None:
 
 def test_counters_tell_mixed_and_cut_steps() -> None:
     counters = Counters()
+    counters.cost(foretold=0.4, taken=0.5)
+    counters.cost(foretold=0.7, taken=0.5)
+    assert (counters.costed_seconds, round(counters.misjudged_seconds, 6)) == (1.0, 0.3)
     counters.step(report())
     counters.step(report(routes=[None, None], drafted=[0, 0], verified=[0, 0], committed=[1, 1]))
     counters.step(report(routes=["dfly", "dfly"], drafted=[7, 7], verified=[7, 7], committed=[8, 1]))
