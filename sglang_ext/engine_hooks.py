@@ -83,6 +83,7 @@ def describe(worker: Any) -> dict[str, Any]:
         "mode_family": bundle.target.mode_family,
         "speculation": "on" if worker.speculation else "off",
         "drafters": [place.drafter.model_dump(mode="json", include=_SHOWN) for place in plan.places],
+        "acceptance": [item.model_dump(mode="json") for item in bundle.acceptance],
         "costs": None if worker.measured_costs is None else worker.measured_costs.model_dump(mode="json"),
         "calibrations": {name: one.model_dump(mode="json") for name, one in worker.calibrations.items()},
         "draft_bytes_per_token": plan.draft_numbers_per_token * worker.draft_model_runner.kv_cache_dtype.itemsize,

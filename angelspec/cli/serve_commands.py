@@ -69,7 +69,7 @@ def serve(
     has shown that proposals of each trained drafter are accepted. Ctrl-C or SIGTERM ends it with nothing left behind.
 
     All other flags go to SGLang, for example --max-running-requests 64 or --enable-metrics. Refused, by name: the
-    hierarchical cache, LoRA, disaggregation, pipeline and tensor parallelism, --speculative-* (set up from the
+    hierarchical cache, LoRA, disaggregation, pipeline parallelism, --speculative-* (set up from the
     bundle), and attention backends that can't verify rows of different widths in one forward. Without a GPU it runs on
     angelspec's CPU platform, with a small pool in float32.
 

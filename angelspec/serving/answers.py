@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from angelspec.core.bundle import WorkloadAcceptance
 from angelspec.core.calibration import Calibration
 from angelspec.core.request_label import RequestMetadata
 from angelspec.core.step_costs import StepCosts
@@ -159,6 +160,8 @@ class EngineState(BaseModel):
     mode_family: str
     speculation: Literal["on", "off"]
     drafters: tuple[ServedDrafter, ...]
+    acceptance: tuple[WorkloadAcceptance, ...] = ()
+    """What the bundle says of the drafters: from their own evaluation, or measured for it."""
     costs: StepCosts | None = None
     """As measured when it started; None: it plans by none."""
     calibrations: dict[str, Calibration] = Field(default_factory=dict)
