@@ -14,11 +14,10 @@ import logging
 import math
 import time
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from angelspec.core.bundle import PLAIN
 from angelspec.core.calibration import Calibration
@@ -35,11 +34,12 @@ from sglang_ext.engine_hooks import check_applied
 from sglang_ext.metrics import Counters, StepReport
 from sglang_ext.penalties import RowPenalties, is_penalised
 from sglang_ext.pending import PendingStates
-from sglang_ext.profiling import find_costs, padded_slots
+from sglang_ext.profiling import find_costs
 from sglang_ext.prometheus import Exporter
 from sglang_ext.ranks import Ranks
 from sglang_ext.requests import RequestBook, ServedRequest
 from sglang_ext.settings import check_target, current_plan
+from sglang_ext.verification import add_logprobs, adjust_logits, verify
 
 logger = logging.getLogger(__name__)
 _WAIT_ON_CPU, _WAIT_ON_GPU = 32, 1
@@ -48,15 +48,6 @@ _LOOK_EVERY = 16
 """Steps between two looks at whether costs have drifted."""
 _BROKEN_AT_MOST = 3
 """A request whose drafts were not finite so often is decoded plainly from then on."""
-
-
-class _Packed(NamedTuple):
-    """The verified slots of a batch, row by row: what SGLang's executor reads of its own window."""
-
-    verify_ids: Tensor
-    positions: Tensor
-    verify_cache_loc: Tensor
-    window_index: Tensor
 
 
 class AngelSpecWorker(compat.DSparkWorkerV2):
@@ -256,24 +247,25 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             step = replace(step, kept=tuple(kept))
         cut_done = time.perf_counter()
 
-        output, packed, row_N, offset_N, layout, graphed = self._verify(batch, window, block_BW, kept)
+        seen = verify(self._verify_executor, self.model_runner, batch, window, block_BW, kept)
+        output, row_N, offset_N = seen.output, seen.row_N, seen.offset_N
         info, logits_NV = batch.sampling_info, output.next_token_logits
-        self._adjust(batch, rows, logits_NV, row_N, offset_N, block_BW, grammar_barrier)
+        adjust_logits(batch, rows, logits_NV, row_N, offset_N, block_BW, barrier=grammar_barrier)
         keeps_logits = batch.return_logprob and not (info is None or info.is_all_greedy)
         drawn_N = draw(
             self.model_runner.sampler,
             logits_NV.clone() if keeps_logits else logits_NV,
             info,
             row_N=row_N,
-            position_N=packed.positions,
+            position_N=seen.position_N,
         )
         self.ranks.sync(drawn_N)
-        kept_B = layout.verify_lens.to(torch.int64) - 1
+        kept_B = seen.layout.verify_lens.to(torch.int64) - 1
         outcome = accept(drawn_N, block_BW[:, 1:], row_N=row_N, offset_N=offset_N, kept_B=kept_B)
         commit_B = outcome.correct_B + 1
         new_lengths_B = batch.seq_lens + commit_B
         if batch.return_logprob:
-            self._logprobs(batch, output, outcome.tokens_BW, row_N, offset_N)
+            add_logprobs(batch, output, outcome.tokens_BW, row_N, offset_N)
         if on_publish is not None:
             on_publish(new_lengths_B)
         committed = commit_B.tolist()
@@ -289,8 +281,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             logits_output=output,
             next_token_ids=outcome.tokens_BW.reshape(-1),
             accept_lens=commit_B.to(torch.int32),
-            cap_lens=layout.verify_lens.to(torch.int32),
-            can_run_cuda_graph=graphed,
+            cap_lens=seen.layout.verify_lens.to(torch.int32),
+            can_run_cuda_graph=seen.graphed,
             next_draft_input=compat.make_draft_input_v2(bonus_tokens=outcome.bonus_B, new_seq_lens=new_lengths_B),
             speculative_num_draft_tokens=width,
             new_seq_lens=new_lengths_B,
@@ -361,78 +353,6 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             known.plain_because = f"drafter {name} gave numbers that are not finite"
             known.record.why = known.plain_because
             self._given_up.append(known)
-
-    def _verify(
-        self, batch: Any, window: Any, block_BW: Tensor, kept: list[int]
-    ) -> tuple[Any, _Packed, Tensor, Tensor, Any, bool]:
-        """One target forward over every row's anchor and kept proposals."""
-        device, width = block_BW.device, self._width
-        widths = [number + 1 for number in kept]
-        total, padded = sum(widths), padded_slots(self.model_runner, sum(widths))
-        layout = compat.RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=widths, device=device, grid=[padded])
-        row_N = torch.tensor([row for row, wide in enumerate(widths) for _ in range(wide)], device=device)
-        offset_N = torch.tensor([slot for wide in widths for slot in range(wide)], device=device)
-        packed = _Packed(
-            verify_ids=block_BW[row_N, offset_N],
-            positions=window.positions_2d[row_N, offset_N],
-            verify_cache_loc=window.verify_cache_loc_2d[row_N, offset_N],
-            window_index=row_N * width + offset_N,
-        )
-        if padded > total:  # a captured graph has more slots; what stands in them is read by nobody
-            more = (0, padded - total)
-            packed = _Packed(*(F.pad(item, more) for item in packed[:3]), F.pad(packed.window_index, more, value=-1))
-        forward = self._verify_executor._run_ragged(
-            batch=batch,
-            layout=layout,
-            ragged_window=packed,
-            sampling_info=batch.sampling_info,
-            kv_loc_plan=window.kv_loc_plan,
-        )
-        output = forward.logits_output
-        if padded > total:
-            for name in ("next_token_logits", "hidden_states", "last_hidden_states"):
-                setattr(output, name, getattr(output, name)[:total])
-            packed = _Packed(*(item[:total] for item in packed))
-        return output, packed, row_N, offset_N, layout, forward.can_run_cuda_graph
-
-    def _adjust(
-        self, batch: Any, rows: list[ServedRequest], logits_NV: Tensor, row_N: Tensor, offset_N: Tensor,
-        block_BW: Tensor, barrier: Any,
-    ) -> None:  # fmt: skip
-        """Penalties, biases and grammars, as plain decoding applies them.
-
-        All but biases depend on the tokens before, so rows that have them verify one slot, and theirs is the first.
-        """
-        info = batch.sampling_info
-        if info is None:
-            return
-        if info.logit_bias is not None:
-            logits_NV += info.logit_bias[row_N].to(logits_NV.dtype)
-        penalised = [row for row, known in enumerate(rows) if known.penalties is not None]
-        if not penalised and not batch.has_grammar:
-            return
-        first_B = (offset_N == 0).nonzero().squeeze(1)
-        logits_BV = logits_NV[first_B]
-        for row in penalised:
-            rows[row].penalties.apply(block_BW[row, :1], logits_BV[row : row + 1])
-        if batch.has_grammar:
-            mask = compat.build_grammar_vocab_mask(
-                reqs=batch.reqs,
-                tree=compat.GrammarTree.from_linear_chain(block_BW[:, :1].contiguous()),
-                sampling_info=info,
-                device=logits_BV.device,
-                barrier=barrier,
-            )
-            if mask is not None:
-                mask.apply(logits_BV)
-        logits_NV[first_B] = logits_BV
-
-    def _logprobs(self, batch: Any, output: Any, tokens_BW: Tensor, row_N: Tensor, offset_N: Tensor) -> None:
-        packed_NV, width = output.next_token_logits, self._width
-        strided = packed_NV.new_zeros(tokens_BW.shape[0] * width, packed_NV.shape[1])
-        strided[row_N * width + offset_N] = packed_NV
-        output.next_token_logits = strided
-        compat.compute_spec_logprobs(batch, output, tokens_BW.reshape(-1), chain_stride=width)
 
     def _keep(
         self, drafts: DraftRunner, rows: list[ServedRequest], slots: list[int], committed: list[int], output: Any,

@@ -1,0 +1,126 @@
+"""One target forward over the anchors and kept proposals of a whole batch, and what is done to its logits.
+
+Shapes: B batch rows, W slots of a row, N verified slots of all rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sglang_ext import compat
+from sglang_ext.profiling import padded_slots
+from sglang_ext.requests import ServedRequest
+
+
+class _Packed(NamedTuple):
+    """The verified slots of a batch, row by row: what SGLang's executor reads of its own window."""
+
+    verify_ids: Tensor
+    positions: Tensor
+    verify_cache_loc: Tensor
+    window_index: Tensor
+
+
+class Verified(NamedTuple):
+    """What the target said of a batch."""
+
+    output: Any
+    """SGLang's, with logits and states of N slots."""
+    row_N: Tensor
+    """Batch row of each slot."""
+    offset_N: Tensor
+    """Slot within its row, 0 for the anchor's."""
+    position_N: Tensor
+    """Of each slot's token in its sequence."""
+    layout: Any
+    """SGLang's, with the slots of each row."""
+    graphed: bool
+    """Whether a CUDA graph ran."""
+
+
+def verify(executor: Any, runner: Any, batch: Any, window: Any, block_BW: Tensor, kept: Sequence[int]) -> Verified:
+    """Run the target over each row's anchor and its first ``kept`` proposals.
+
+    Args:
+        executor: SGLang's, of ragged verification.
+        runner: SGLang's runner of the target.
+        batch: SGLang's.
+        window: places of W slots per row.
+        block_BW: anchors and proposals.
+        kept: proposals per row.
+    """
+    device, width = block_BW.device, block_BW.shape[1]
+    widths = [number + 1 for number in kept]
+    total, padded = sum(widths), padded_slots(runner, sum(widths))
+    layout = compat.RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=widths, device=device, grid=[padded])
+    row_N = torch.tensor([row for row, wide in enumerate(widths) for _ in range(wide)], device=device)
+    offset_N = torch.tensor([slot for wide in widths for slot in range(wide)], device=device)
+    packed = _Packed(
+        verify_ids=block_BW[row_N, offset_N],
+        positions=window.positions_2d[row_N, offset_N],
+        verify_cache_loc=window.verify_cache_loc_2d[row_N, offset_N],
+        window_index=row_N * width + offset_N,
+    )
+    position_N = packed.positions
+    if padded > total:  # a captured graph has more slots; what stands in them is read by nobody
+        more = (0, padded - total)
+        packed = _Packed(*(F.pad(item, more) for item in packed[:3]), F.pad(packed.window_index, more, value=-1))
+    forward = executor._run_ragged(
+        batch=batch,
+        layout=layout,
+        ragged_window=packed,
+        sampling_info=batch.sampling_info,
+        kv_loc_plan=window.kv_loc_plan,
+    )
+    output = forward.logits_output
+    if padded > total:
+        for name in ("next_token_logits", "hidden_states", "last_hidden_states"):
+            setattr(output, name, getattr(output, name)[:total])
+    return Verified(output, row_N, offset_N, position_N, layout, forward.can_run_cuda_graph)
+
+
+def adjust_logits(
+    batch: Any, rows: Sequence[ServedRequest], logits_NV: Tensor, row_N: Tensor, offset_N: Tensor, block_BW: Tensor,
+    *, barrier: Any,
+) -> None:  # fmt: skip
+    """Penalties, biases and grammars, as plain decoding applies them; logits are changed in place.
+
+    All but biases depend on the tokens before, so rows that have them verify one slot, and theirs is the first.
+    """
+    info = batch.sampling_info
+    if info is None:
+        return
+    if info.logit_bias is not None:
+        logits_NV += info.logit_bias[row_N].to(logits_NV.dtype)
+    penalised = [row for row, known in enumerate(rows) if known.penalties is not None]
+    if not penalised and not batch.has_grammar:
+        return
+    first_B = (offset_N == 0).nonzero().squeeze(1)
+    logits_BV = logits_NV[first_B]
+    for row in penalised:
+        rows[row].penalties.apply(block_BW[row, :1], logits_BV[row : row + 1])
+    if batch.has_grammar:
+        mask = compat.build_grammar_vocab_mask(
+            reqs=batch.reqs,
+            tree=compat.GrammarTree.from_linear_chain(block_BW[:, :1].contiguous()),
+            sampling_info=info,
+            device=logits_BV.device,
+            barrier=barrier,
+        )
+        if mask is not None:
+            mask.apply(logits_BV)
+    logits_NV[first_B] = logits_BV
+
+
+def add_logprobs(batch: Any, output: Any, tokens_BW: Tensor, row_N: Tensor, offset_N: Tensor) -> None:
+    """Log-probabilities of the committed tokens, where SGLang looks for them: W slots per row."""
+    packed_NV, width = output.next_token_logits, tokens_BW.shape[1]
+    strided = packed_NV.new_zeros(tokens_BW.numel(), packed_NV.shape[1])
+    strided[row_N * width + offset_N] = packed_NV
+    output.next_token_logits = strided
+    compat.compute_spec_logprobs(batch, output, tokens_BW.reshape(-1), chain_stride=width)
