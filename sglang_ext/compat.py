@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import inspect
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from angelspec.core.engine import SGLANG_VERSION as SUPPORTED
 from angelspec.core.errors import AngelspecError
+from sglang_ext.contract import Internal, troubles
 
 
 class CompatibilityError(AngelspecError):
@@ -118,27 +117,10 @@ def check_version() -> None:
         )
 
 
-@cache
-def missing() -> tuple[str, ...]:
+def missing() -> list[str]:
     """Internals that are not there, or lack a parameter: one line each."""
-    lines = []
-    for name, module in INTERNALS.items():
-        try:
-            getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError):
-            lines.append(f"{module}.{name} is gone")
-    for place, parameters in SIGNATURES.items():
-        module, _, path = place.partition(":")
-        try:
-            found: Any = importlib.import_module(module)
-            for part in path.split("."):
-                found = getattr(found, part)
-        except (ImportError, AttributeError):
-            lines.append(f"{place} is gone")
-            continue
-        have = inspect.signature(found).parameters
-        lines += [f"{place} has no parameter '{name}'" for name in parameters if name not in have]
-    return tuple(lines)
+    names = [Internal(f"{module}.{name}") for name, module in INTERNALS.items()]
+    return troubles([*names, *(Internal(place, takes=parameters) for place, parameters in SIGNATURES.items())])
 
 
 def check_contract() -> None:

@@ -6,22 +6,7 @@ imports.
 
 from __future__ import annotations
 
-import inspect
-import pkgutil
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Internal:
-    """One name of SGLang that we replace, override, subclass or call."""
-
-    path: str
-    """Dotted path."""
-    parameters: tuple[str, ...] | None = None
-    """Names of its parameters in order, where we replace or override it; None: only its presence matters."""
-    fields: tuple[str, ...] = ()
-    """Fields of a dataclass or struct that we read."""
-
+from sglang_ext.contract import Internal, troubles
 
 ATTENTION = "sglang.srt.layers.attention"
 MEMORY = "sglang.srt.mem_cache.memory_pool"
@@ -149,21 +134,4 @@ USED: tuple[Internal, ...] = (
 
 def missing() -> list[str]:
     """Names in this SGLang that are absent or take other parameters than we were written for; empty if all is well."""
-    return [trouble for internal in (*REPLACED, *USED) if (trouble := _trouble(internal)) is not None]
-
-
-def _trouble(internal: Internal) -> str | None:
-    try:
-        found = pkgutil.resolve_name(internal.path)
-    except (ImportError, AttributeError):
-        return internal.path
-    present = getattr(found, "__dataclass_fields__", None) or getattr(found, "__annotations__", {})
-    if absent := [name for name in internal.fields if name not in present]:
-        return f"{internal.path} without {', '.join(absent)}"
-    if internal.parameters is None:
-        return None
-    parameters = tuple(inspect.signature(inspect.unwrap(found)).parameters)
-    expected = internal.parameters
-    if parameters == expected:
-        return None
-    return f"{internal.path}({', '.join(parameters)}), expected ({', '.join(expected)})"
+    return troubles((*REPLACED, *USED))

@@ -34,12 +34,10 @@ def test_a_changed_internal_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "SIGNATURES",
         {"sglang.srt.speculative.ragged_verify:RaggedVerifyLayout.from_verify_lens": ("grid", "not_there")},
     )
-    compat.missing.cache_clear()
     with pytest.raises(compat.CompatibilityError) as error:
         compat.check_contract()
-    compat.missing.cache_clear()
     assert "sglang.srt.speculative.spec_info.gone_away is gone" in str(error.value)
-    assert "from_verify_lens has no parameter 'not_there'" in str(error.value)
+    assert "from_verify_lens has no parameter not_there" in str(error.value)
 
 
 def test_a_plugin_that_fails_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("sglang")
 
 from angelspec.core.errors import MissingRequirement  # noqa: E402
+from sglang_ext.contract import Internal  # noqa: E402
 from sglang_ext.cpu import hooks, internals, platform  # noqa: E402
 from sglang_ext.cpu.locations import assign_req_to_token, extend_cache_locations  # noqa: E402
 
@@ -34,15 +35,15 @@ def test_nothing_is_missing():
 
 
 def test_names_what_is_missing(monkeypatch):
-    gone = internals.Internal("sglang.srt.plugins.no_such_thing")
-    renamed = internals.Internal(internals.ASSIGN_REQ_TO_TOKEN, ("rows",))
+    gone = Internal("sglang.srt.plugins.no_such_thing")
+    renamed = Internal(internals.ASSIGN_REQ_TO_TOKEN, ("rows",))
     layout = next(internal for internal in internals.USED if internal.path.endswith("RaggedVerifyLayout"))
     poorer = dataclasses.replace(layout, fields=("verify_lens", "no_such_field"))
     monkeypatch.setattr(internals, "USED", (gone, renamed, poorer))
     absent, changed, without = internals.missing()
-    assert without == f"{layout.path} without no_such_field"
-    assert absent == gone.path
-    assert changed.startswith(f"{renamed.path}(req_pool_indices") and "expected (rows)" in changed
+    assert without == f"{layout.path} has no no_such_field"
+    assert absent == f"{gone.path} is gone"
+    assert changed.startswith(f"{renamed.path}(req_pool_indices") and "should be (rows)" in changed
     with pytest.raises(MissingRequirement, match="no_such_thing"):
         hooks.register()
 
