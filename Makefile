@@ -6,7 +6,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # SGLang pins other versions of what the rest is tested with, so it has an environment of its own
 SERVE ?= .venv-serve
+# threads wait awake for some microseconds, then asleep: several processes share the cores
 export OMP_WAIT_POLICY ?= PASSIVE
+export GOMP_SPINCOUNT ?= 10000
 
 # a build of torch for the tests; empty: what pip chooses, which may be a CUDA build of several GB
 TORCH ?=
