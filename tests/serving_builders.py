@@ -61,18 +61,22 @@ def fake_parts(folder: Path, *, problems=(), manifests=None, mode="no-think", re
         return Examined((*problems, *conflicts), (), config, manifests.get(found.folder.name), 1000)
 
     return Parts(
-        find_target=lambda text: FoundTarget(Path(text), "smollm2", "org/tiny"),
+        find_target=lambda text: FoundTarget(
+            Path(text) if Path(text).is_absolute() else folder / "target", "smollm2", "org/tiny"
+        ),
         find_drafter=find_drafter,
         examine=examine,
         digest=lambda place, template: digest,
     )
 
 
-def resolved_bundle(folder: Path, names=("mtp", "dfly"), **changes):
-    """A resolved bundle of tiny parts."""
+def resolved_bundle(folder: Path, names=("mtp", "dfly"), *, target_name=None, **changes):
+    """A resolved bundle of tiny parts; ``target_name`` is what the user calls the target, if not by its folder."""
     parts = fake_parts(folder, **changes)
     target = target_folder(folder / "target")
-    bundle = compose_bundle(str(target), [str(folder / name) for name in names], parts=parts, name="tiny")
+    bundle = compose_bundle(
+        target_name or str(target), [str(folder / name) for name in names], parts=parts, name="tiny"
+    )
     return resolve_bundle(bundle, parts=parts)
 
 

@@ -145,7 +145,7 @@ def _server_line(seen: Seen) -> str:
             f'<li class="down"><i class="dot"></i><span>{words[0]} is down: {html.escape(seen.error)}{mend}</span></li>'
         )
     engine = seen.info.engine
-    target = engine.target if engine and engine.target else seen.info.model
+    target = str(seen.info.arguments.get("served_model_name") or (engine and engine.target) or seen.info.model)
     words += [html.escape(target.rstrip("/").split("/")[-1]), f"SGLang {html.escape(seen.info.version)}"]
     if engine is None:
         words.append("without the extension")

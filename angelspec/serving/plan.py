@@ -146,6 +146,8 @@ def make_plan(
     )
     if (template := shared_chat_template(resolved.drafters)) is not None and not is_given(given, "--chat-template"):
         defaults["--chat-template"] = template
+    if not is_given(given, "--served-model-name"):
+        defaults["--served-model-name"] = resolved.target.name
     flags = (*given, *(Flag(name, () if value is None else (value,)) for name, value in defaults.items()))
     tokens = flag_value(flags, "--max-total-tokens")
     kv, weight = (measure(flags, model_dtype=resolved.target.dtype) for measure in (kv_bytes, dtype_bytes))

@@ -81,6 +81,8 @@ class ResolvedTarget:
     dtype: str
     """Precision of its files, as its config.json says."""
     digest: str
+    name: str
+    """What users know it by: its name here or on a hub, or that of its folder."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def compose_bundle(
         BundleError: a drafter does not fit, or says nothing of its mode.
     """
     found_target = parts.find_target(target)
-    resolved = _read_target(found_target, parts)
+    resolved = _read_target(found_target, parts, name=_known_name(target))
     entries: list[BundleDrafter] = []
     measured: list[WorkloadAcceptance] = []
     families = {found_target.mode_family} - {None}
@@ -172,7 +174,7 @@ def resolve_bundle(bundle: Bundle, *, parts: Parts) -> ResolvedBundle:
         AngelspecError: a source that can't be found.
     """
     found_target = parts.find_target(bundle.target.source)
-    target = _read_target(found_target, parts)
+    target = _read_target(found_target, parts, name=_known_name(bundle.target.source))
     problems: list[str] = []
     if bundle.target.digest not in (None, target.digest):
         problems.append(
@@ -208,7 +210,13 @@ def resolve_bundle(bundle: Bundle, *, parts: Parts) -> ResolvedBundle:
     return ResolvedBundle(local, target, tuple(resolved))
 
 
-def _read_target(found: FoundTarget, parts: Parts) -> ResolvedTarget:
+def _known_name(source: str) -> str:
+    if Path(source).is_absolute():
+        return Path(source).name
+    return source.rpartition(":")[2].partition("@")[0]
+
+
+def _read_target(found: FoundTarget, parts: Parts, *, name: str) -> ResolvedTarget:
     path = found.folder / "config.json"
     try:
         config = read_json(path)
@@ -218,7 +226,7 @@ def _read_target(found: FoundTarget, parts: Parts) -> ResolvedTarget:
     text = config.get("text_config") or config
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     dtype = str(dtype or "float32").removeprefix("torch.")
-    return ResolvedTarget(found.folder.resolve(), geometry, dtype, parts.digest(found.folder, None))
+    return ResolvedTarget(found.folder.resolve(), geometry, dtype, parts.digest(found.folder, None), name)
 
 
 def _examined(

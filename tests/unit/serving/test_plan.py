@@ -68,6 +68,21 @@ def test_other_flags_pass(arguments, device):
     check_flags(parse_flags(arguments), device=device)
 
 
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("smollm2-135m-instruct", "smollm2-135m-instruct"), ("hf:Qwen/Qwen3-8B@abc", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"), ("modelscope:Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+    ],
+)  # fmt: skip
+def test_users_know_the_target_by_its_name(tmp_path, source, name):
+    resolved = resolved_bundle(tmp_path, target_name=source)
+    options = dict(zip(plan_of(resolved).command, plan_of(resolved).command[1:], strict=False))
+    assert options["--served-model-name"] == name
+    mine = plan_of(resolved, arguments=["--served-model-name", "mine"]).command
+    assert mine.count("--served-model-name") == 1 and "mine" in mine
+
+
 def test_several_ranks_are_said_to_hold_the_drafters_whole(tmp_path):
     assert not any("ranks" in note for note in plan_of(resolved_bundle(tmp_path), arguments=["--tp", "1"]).notes)
     notes = plan_of(resolved_bundle(tmp_path), arguments=["--tp", "2"]).notes
