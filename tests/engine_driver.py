@@ -1,8 +1,8 @@
 """Runs one SGLang engine in a process of its own and prints what it answered: ``python -m tests.engine_driver JOB``.
 
 The job is a JSON file: {"engine": arguments of sglang.Engine, "waves": [[request, ..], ..], "out": path}. A request is
-{"rid", "ids", "params"}, and with "abort_after" it is streamed and aborted after so many seconds. Waves run one after
-another, the requests of a wave together.
+{"rid", "ids", "params"}; with "stream" it is streamed, with "abort_after" streamed and aborted after so many seconds.
+Waves run one after another, the requests of a wave together.
 """
 
 from __future__ import annotations
@@ -41,6 +41,16 @@ async def _wave(engine: Any, wave: list[dict[str, Any]], answers: dict[str, Any]
 async def _one(engine: Any, request: dict[str, Any], answers: dict[str, Any]) -> None:
     call = {"input_ids": request["ids"], "sampling_params": request["params"], "rid": request["rid"]}
     call["return_logprob"] = request.get("logprobs", False)
+    if request.get("stream"):
+        async for answer in await engine.async_generate(**call, stream=True):
+            pieces = answers.setdefault(request["rid"], {"pieces": 0})["pieces"]
+            answers[request["rid"]] = {
+                "ids": answer["output_ids"],
+                "text": answer.get("text"),
+                "meta": answer["meta_info"],
+                "pieces": pieces + 1,
+            }
+        return
     if "abort_after" not in request:
         answer = await engine.async_generate(**call)
         answers[request["rid"]] = {"ids": answer["output_ids"], "text": answer.get("text"), "meta": answer["meta_info"]}
