@@ -81,15 +81,21 @@ class ComparisonReport(BaseModel):
         self, variant: str, *, mode: Mode | None = None, workloads: Sequence[str] = (), finished: bool = True
     ) -> dict[int | None, float]:
         """Accepted length by seed, pooled over workloads (none named: all); seeds without answers are left out."""
+        counts = self.counts(variant, mode=mode, workloads=workloads, finished=finished)
+        lengths = {seed: mine.mean_accepted_length for seed, mine in counts.items()}
+        return {seed: length for seed, length in lengths.items() if length is not None}
+
+    def counts(
+        self, variant: str, *, mode: Mode | None = None, workloads: Sequence[str] = (), finished: bool = True
+    ) -> dict[int | None, AcceptanceCounts]:
+        """Counters by seed, pooled over workloads (none named: all)."""
         chosen: dict[int | None, list[AcceptanceCounts]] = {}
         for outcome in self.outcomes:
             if (outcome.variant, outcome.mode) != (variant, mode or self.mode):
                 continue
             if not workloads or outcome.workload in workloads:
-                counts = outcome.finished if finished else outcome.unfinished
-                chosen.setdefault(outcome.seed, []).append(counts)
-        lengths = {seed: pool(counts).mean_accepted_length for seed, counts in chosen.items()}
-        return {seed: length for seed, length in lengths.items() if length is not None}
+                chosen.setdefault(outcome.seed, []).append(outcome.finished if finished else outcome.unfinished)
+        return {seed: pool(parts) for seed, parts in chosen.items()}
 
     def differences(self, ordering: Ordering) -> dict[int | None, float]:
         """Better minus worse by seed, on finished answers."""
@@ -143,6 +149,22 @@ def length_table(report: ComparisonReport, *, mode: Mode, finished: bool) -> Tab
         columns=("variant", *(name for name, _ in columns)),
         rows=tuple(rows),
         caption=f"mean ± standard deviation over seeds {', '.join(map(str, report.comparison.seeds))}",
+    )
+
+
+def position_table(report: ComparisonReport, *, mode: Mode) -> Table:
+    """Variants by position: mean p_k over seeds on finished answers of all workloads, with its standard deviation."""
+    found = {}
+    for variant in dict.fromkeys(outcome.variant for outcome in report.outcomes):
+        by_seed = [counts.cumulative_acceptance for counts in report.counts(variant, mode=mode).values()]
+        if by_seed := [chances for chances in by_seed if chances]:
+            found[variant] = [spread(values) for values in zip(*by_seed, strict=False)]
+    depth = max(map(len, found.values()), default=0)
+    return Table(
+        title=f"Acceptance by position on finished answers, {mode} prompts, temperature {report.temperature:g}",
+        columns=("variant", *(f"p{k}" for k in range(1, depth + 1))),
+        rows=tuple((variant, *cells, *[MISSING] * (depth - len(cells))) for variant, cells in found.items()),
+        caption="share of full-depth steps that accepted proposals 1 to k; mean ± standard deviation over seeds",
     )
 
 
@@ -200,4 +222,5 @@ def comparison_tables(report: ComparisonReport) -> list[Table]:
             table = length_table(report, mode=mode, finished=finished)
             if table.rows:
                 found.append(table)
+    found += [table for mode in report.modes if (table := position_table(report, mode=mode)).rows]
     return [*found, training_table(report)]

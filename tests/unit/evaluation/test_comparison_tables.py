@@ -9,6 +9,7 @@ from angelspec.evaluation.comparison import (
     comparison_tables,
     length_table,
     ordering_table,
+    position_table,
     spread,
     verdict,
 )
@@ -95,3 +96,20 @@ def test_the_record_survives_and_the_picture_is_drawn(tmp_path):
     assert ComparisonReport.model_validate_json(found.save(tmp_path).read_text()) == found
     path = plot_comparison(found, tmp_path / "c.png")
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
+def test_positions_are_shares_of_full_depth_steps():
+    found = report(LENGTHS)
+    deep = [
+        outcome.model_copy(
+            update={
+                "finished": AcceptanceCounts(
+                    generated_tokens=170, verify_steps=100, full_depth_steps=100, accepted_through=through
+                )
+            }
+        )
+        for outcome, through in zip(found.outcomes[:2], ((50, 20), (70, 20)), strict=True)
+    ]
+    (row,) = position_table(found.model_copy(update={"outcomes": tuple(deep)}), mode="no-think").rows
+    assert row == ("a", "0.600 ± 0.141", "0.200 ± 0.000")
+    assert position_table(found, mode="no-think").rows == (), "nothing was counted by position"
