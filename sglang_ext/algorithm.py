@@ -25,6 +25,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
     "pp_size": (1, "pipeline parallelism (--pp-size)"),
     "attn_dp_size": (1, "attention data parallelism (--dp-size with --enable-dp-attention)"),
     "attn_cp_size": (1, "context parallelism (--attn-cp-size)"),
+    "dcp_size": (1, "decode context parallelism (--dcp-size)"),
+    "enable_kv_cache_sharding": (False, "a sharded key-value cache (--enable-kv-cache-sharding)"),
+    "enable_layernorm_sp": (False, "sequence-parallel norms (--enable-layernorm-sp)"),
     "disaggregation_mode": ("null", "disaggregated prefill and decoding (--disaggregation-mode)"),
     "enable_hierarchical_cache": (False, "the hierarchical cache (--enable-hierarchical-cache)"),
     "enable_lora": (False, "LoRA adapters (--enable-lora)"),
@@ -54,6 +57,8 @@ class AngelSpecAlgorithm(CustomSpecAlgo):
         check_applied()
         plan = current_plan()
         server_args.speculative_draft_model_path = str(draft_folder(plan, ranks=server_args.tp_size))
+        if server_args.attention_backend == "trtllm_mha" and not server_args.speculative_draft_attention_backend:
+            server_args.speculative_draft_attention_backend = "fa4"  # trtllm_mha can't look both ways in a block
         server_args.speculative_num_steps = 1
         server_args.speculative_eagle_topk = 1
         server_args.speculative_num_draft_tokens = plan.depth + 1

@@ -30,6 +30,8 @@ from sglang_ext.settings import EnginePlan
 logger = logging.getLogger(__name__)
 CONTEXT = 192
 """Tokens per row while measuring."""
+_REVISION = 2
+"""Raised when the extension's own part of a step takes another time than before."""
 _ROUNDS = 3
 _SECONDS_AT_MOST = 45.0
 
@@ -58,6 +60,10 @@ def measured_for(plan: EnginePlan, worker: Any) -> MeasuredFor:
             "overlap": not compat.get_schedule().disable_overlap_schedule,
             "page_size": worker.page_size,
             "tp_size": compat.get_parallel().tp_size,
+            "drafting": ", ".join(
+                f"{place.drafter.name} {place.drafter.depth}/{place.drafter.shortlist}" for place in plan.places
+            ),
+            "revision": _REVISION,
         },
     )
 

@@ -1,8 +1,8 @@
 """Ranks of one engine: what must be equal on all of them comes from the first.
 
-Drafters are small, so under tensor parallelism every rank holds them whole, beside its shard of the target, and drafts
-the same tokens. What could differ from rank to rank is taken from the first: costs, which are timings, and drafts and
-drawn tokens, whose last bits may round differently.
+Drafters are small, so under tensor parallelism every rank holds them whole, with the target's embedding and head,
+beside its shard of the target, and drafts the same tokens. What could differ from rank to rank is taken from the first:
+costs, which are timings, and drafts and drawn tokens, whose last bits may round differently.
 
 Shapes: V vocabulary, D hidden.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from angelspec.core.errors import AngelspecError
@@ -18,8 +19,11 @@ from angelspec.core.errors import AngelspecError
 T = TypeVar("T")
 
 
-class ShardError(AngelspecError):
-    """A tensor of the target that can't be put together from the ranks' shards."""
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class QuantisedError(AngelspecError):
+    """A tensor of the target that drafters share, in a form that they can't read."""
 
 
 class Ranks:
@@ -50,17 +54,16 @@ class Ranks:
         return self._group.broadcast(tensor, src=0) if self.several else tensor
 
     def whole(self, shard_VD: Tensor, *, rows: int, columns: int, name: str) -> Tensor:
-        """The first ``rows`` of a matrix whose rows lie in turn on the ranks, padded at the end.
+        """The first ``rows`` of a matrix whose rows lie in turn on the ranks, padded at the end; a view on one rank.
 
         Raises:
-            ShardError: the shard is no plain matrix, as quantised ones are not.
+            QuantisedError: the shard is no plain matrix.
         """
-        plain = shard_VD.is_floating_point() and shard_VD.dim() == 2 and shard_VD.shape[1] == columns
-        if not plain:
-            raise ShardError(
+        if shard_VD.dtype not in _PLAIN or shard_VD.dim() != 2 or shard_VD.shape[1] != columns:
+            raise QuantisedError(
                 f"the target's {name} is stored as {shard_VD.dtype} of shape {list(shard_VD.shape)}, which drafters "
-                "can't read on several ranks",
-                mend="leave it unquantised, or serve with --tp-size 1",
+                "can't read",
+                mend=f"serve a target whose {name} is not quantised",
             )
         if not self.several:
             return shard_VD[:rows]

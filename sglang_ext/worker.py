@@ -46,6 +46,8 @@ _WAIT_ON_CPU, _WAIT_ON_GPU = 32, 1
 """Tokens that may wait for their entries beyond one verification."""
 _LOOK_EVERY = 16
 """Steps between two looks at whether costs have drifted."""
+_PAUSE = 20.0
+"""A step that took so many times what it was to take was interrupted: it says nothing of the costs."""
 _BROKEN_AT_MOST = 3
 """A request whose drafts were not finite so often is decoded plainly from then on."""
 
@@ -64,6 +66,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             )
         check_target(self.plan, TargetGeometry.from_config(target.hf_config.to_dict()))
         super().__init__(*args, **kwargs)
+        self._drop_epilogue()
         self.model_runner.model.logits_processor.keep_last_hidden_states = True
         self.requests = RequestBook(self.plan.bundle)
         self.counters = Counters()
@@ -79,6 +82,12 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         self.use_costs(None)
 
     # ------------------------------------------------------------------------------------------------ set-up
+
+    def _drop_epilogue(self) -> None:
+        """Keep SGLang's own acceptance out of the target's graphs: ours comes after them, and its buffers are large."""
+        if self._verify_epilogue is not None:
+            self.model_runner.capture_tail_hooks.remove(self._verify_epilogue.capture_hook)
+            self._verify_epilogue = self._verify_executor.verify_epilogue = None
 
     @property
     def carries_confidence(self) -> bool:
@@ -173,6 +182,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         result = self.target_worker.forward_batch_generation(
             batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=compat.CaptureHiddenMode.FULL
         )
+        self.ranks.sync(result.next_token_ids)
+        self._step_ended = None
         output = result.logits_output
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
@@ -390,7 +401,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         if before is not None and before[1] == step.requests:
             rest = now - before[0] - drafting - verifying
             foretold = self.costs.seconds(len(kept), drafted=rows, slots=len(kept) + sum(kept))
-            if foretold is not None:
+            if foretold is not None and now - before[0] < _PAUSE * foretold:
                 self.counters.cost(foretold=foretold, taken=now - before[0])
         self._tracker.observe(
             len(kept),

@@ -32,7 +32,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
     "--bundle",
     "bundle_file",
     type=click.Path(path_type=Path),
-    help="Without --server: the bundle to serve (default: the drafters that ship with angelspec).",
+    help="Without --server: the bundle to serve (default: that of the drafters in the folder checkpoints).",
 )
 @click.option(
     "--results",

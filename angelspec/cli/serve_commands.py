@@ -68,10 +68,12 @@ def serve(
     shown what will run where, and the memory that the drafters' pools take. The server is healthy only when a probe
     has shown that proposals of each trained drafter are accepted. Ctrl-C or SIGTERM ends it with nothing left behind.
 
-    All other flags go to SGLang, for example --max-running-requests 64 or --enable-metrics. Refused, by name: the
-    hierarchical cache, LoRA, disaggregation, pipeline parallelism, --speculative-* (set up from the
-    bundle), and attention backends that can't verify rows of different widths in one forward. Without a GPU it runs on
-    angelspec's CPU platform, with a small pool in float32.
+    All other flags go to SGLang, for example --max-running-requests 64 or --enable-metrics. Refused, by name: pipeline
+    and context parallelism, attention data parallelism, disaggregation, hierarchical caches (HiCache, LMCache,
+    FlexKV), unified memory, LoRA, mixed chunks, returned hidden states, custom logit processors, watermarks,
+    --speculative-* (set up from the bundle), targets with recurrent layers, and attention backends that can't verify
+    rows of different widths in one forward. Without a GPU it runs on angelspec's CPU platform, with a small pool in
+    float32.
 
     Requests are OpenAI's (/v1/chat/completions) or SGLang's (/generate). custom_params may label one:
     {"workload": "code", "mode": "no-think", "route": "dfly", "dcut": 0.5}, each optional.

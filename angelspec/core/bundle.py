@@ -305,10 +305,12 @@ def check_bundle(path: Path) -> list[str]:
     ]
 
 
-_MEND = "see `angelspec bundle show` for a complete example, or write it with `angelspec bundle create`"
+_MEND = "write one: angelspec bundle create --target TARGET --drafter CHECKPOINT"
 
 
 def _read(path: Path) -> Any:
+    if path.is_dir():
+        raise BundleError(f"'{path}' is a folder", mend=f"give the bundle's file, such as {path / 'bundle.yaml'}")
     if not path.is_file():
         raise BundleError(f"bundle file '{path}' does not exist", mend="create one: angelspec bundle create")
     try:

@@ -34,12 +34,16 @@ _REQUEST_MOST = 12.0
 _SPREAD, _SPREAD_WEIGHT, _SPREAD_LEAST, _SPREAD_FADES = 0.5, 8.0, 0.01, 0.95
 """Variance of requests' effects before any was seen, what that weighs, the least variance, and what is left of all
 that was seen before a request ended."""
-_LARGEST = 20
-"""No stored logit is larger."""
+_LARGEST, _STEEPEST = 20.0, 10.0
+"""No stored logit, and no stored slope, is larger."""
 _CENTRE = 1 / 16
 """Share of a finished request's effect that passes to its peers' terms, so that effects stay centred on 0."""
 _LONGEST_STEP = 2.0
 """Logits that one outcome may move a prediction by."""
+
+
+def _within(value: float, most: float) -> float:
+    return max(-most, min(most, value))
 
 
 def evidence(confidences: Sequence[float]) -> list[float]:
@@ -54,7 +58,7 @@ class Calibration(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    slope: float = Field(default=1.0, ge=-10, le=10)
+    slope: float = Field(default=1.0, ge=-_STEEPEST, le=_STEEPEST)
     """0: the confidence says nothing; 1: it means what it says, up to the positions' terms."""
     slope_information: float = Field(default=_SLOPE_INFORMATION, gt=0, allow_inf_nan=False)
     """How well the slope is known."""
@@ -72,7 +76,7 @@ class Calibration(BaseModel):
         if len(self.position_logits) != len(self.position_information):
             raise ValueError("position_logits and position_information need one number per position each")
         if not all(abs(x) <= _LARGEST for x in self.position_logits):
-            raise ValueError(f"position_logits must lie in -{_LARGEST}..{_LARGEST}")
+            raise ValueError(f"position_logits must lie in -{_LARGEST:g}..{_LARGEST:g}")
         if not all(0 < x < math.inf for x in self.position_information):
             raise ValueError("position_information must be positive")
         return self
@@ -134,9 +138,9 @@ class AcceptanceModel:
     def stored(self) -> Calibration:
         """What has been learnt so far."""
         return Calibration(
-            slope=self._slope,
+            slope=_within(self._slope, _STEEPEST),
             slope_information=self._slope_information,
-            position_logits=tuple(self._common + position for position in self._positions),
+            position_logits=tuple(_within(self._common + position, _LARGEST) for position in self._positions),
             position_information=tuple(self._position_information),
             spread=self._spread,
             outcomes=self._outcomes,

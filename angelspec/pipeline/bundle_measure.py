@@ -74,7 +74,8 @@ def measure_bundle(
             what=f"prompts for '{entry.name}'",
         )
         loaded = load_drafter(Path(entry.source), geometry=target.geometry, embedding_VD=target.embedding_VD)
-        proposer = drafter_proposer(loaded.drafter.eval().requires_grad_(False), target=target, name=entry.name)
+        drafter_module = loaded.drafter.eval().requires_grad_(False)
+        proposer = drafter_proposer(drafter_module, target=target, name=entry.name, shortlist=entry.shortlist)
         suite = Suite(entry.name, tuple(rendered.prompts))
         total = num_answers([suite], [proposer], settings=settings)
         with torch.no_grad(), progress.meter(f"measure {entry.name}", total=total, unit="answers") as meter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,30 @@ if TYPE_CHECKING:
     from angelspec.training.features import FeatureSource
 
 
-class Session:
-    """Lazily loaded, shared, heavy things of one run."""
+DEVICE_VARIABLE = "ANGELSPEC_DEVICE"
+"""Environment variable that names the device to run on, such as ``cpu`` or ``cuda:1``."""
 
-    def __init__(self, recipe: Recipe, *, device: str = "cpu") -> None:
+
+def best_device() -> str:
+    """Where this process runs: what ``ANGELSPEC_DEVICE`` says, else on its own GPU (``LOCAL_RANK``), else on the CPU."""
+    import torch
+
+    if wanted := os.environ.get(DEVICE_VARIABLE):
+        return wanted
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+
+
+class Session:
+    """Lazily loaded, shared, heavy things of one run.
+
+    Args:
+        recipe: what is run.
+        device: where; None: the best that there is.
+    """
+
+    def __init__(self, recipe: Recipe, *, device: str | None = None) -> None:
         self.recipe = recipe
-        self.device = device
+        self.device = device or best_device()
         self._targets: dict[str, Target] = {}
         self._features: tuple[str, Mapping[str, FeatureSource]] | None = None
 

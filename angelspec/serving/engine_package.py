@@ -10,7 +10,10 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from angelspec.core.engine import SGLANG_VERSION
 from angelspec.core.errors import MissingRequirement
 
-_INSTALL = 'pip install "angelspec[serve]"'
+_INSTALL = (
+    "in an environment of its own, since SGLang pins other versions: python3 -m venv .venv-serve && "
+    ".venv-serve/bin/pip install 'angelspec[serve]' (in a clone: -e '.[serve]')"
+)
 _PLUGINS, _PLUGIN = "sglang.srt.plugins", "angelspec"
 
 

@@ -30,6 +30,8 @@ _REFUSED: Mapping[str, str] = {
     "--max-loaded-loras": "LoRA changes the target that the drafters were trained for",
     "--disaggregation": "prefill and decoding must run in one engine: the drafters' state is made by prefill",
     "--enable-pd": "prefill and decoding must run in one engine: the drafters' state is made by prefill",
+    "--enable-kv-cache-sharding": "every rank holds the drafters' keys and values whole",
+    "--enable-layernorm-sp": "every rank needs the target's whole hidden states",
     "--enable-dp-attention": "the drafters run with every row of an engine",
     "--enable-mixed-chunk": "a forward can't both prefill and verify rows of different widths",
     "--enable-custom-logit-processor": "its changes would not reach the positions of a draft",
@@ -54,6 +56,7 @@ _FAMILIES = (
 _ONE: Mapping[tuple[str, ...], str] = {
     ("--pp-size", "--pipeline-parallel-size"): "speculation needs all layers in one stage",
     ("--attn-cp-size", "--attention-context-parallel-size"): "the drafters are not sharded over ranks",
+    ("--dcp-size", "--decode-context-parallel-size"): "the drafters are not sharded over ranks",
 }
 """Sizes that must be 1, by their names, and why."""
 TENSOR_PARALLEL = ("--tp-size", "--tensor-parallel-size", "--tp")

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from angelspec.core.byte_sizes import byte_size
 from angelspec.core.engine import ALGORITHM, BUNDLE_VARIABLE, CPU_PLATFORM, CPU_THREADS, PLATFORM_VARIABLE
 from angelspec.core.errors import BundleError
+from angelspec.core.modes import mode_family
 from angelspec.serving.flags import (
     TENSOR_PARALLEL,
     Device,
@@ -197,8 +199,19 @@ def _notes(resolved: ResolvedBundle, flags: Sequence[Flag], defaults: Mapping[st
         for drafter in resolved.drafters
         if not drafter.is_trained
     ]
+    family = mode_family(resolved.bundle.target.mode_family)
+    if not resolved.bundle.of_mode(family.default):
+        notes.append(
+            f"requests that say nothing of thinking are {family.default}, for which there is no drafter: they decode "
+            "plainly (see chat_template_kwargs, or label them with custom_params.mode)"
+        )
     if (ranks := flag_value(flags, *TENSOR_PARALLEL) or "1") != "1":
-        notes.append(f"each of the {ranks} tensor-parallel ranks holds the drafters and their pools whole")
+        geometry = resolved.target.geometry
+        copies = 2 * geometry.vocab_size * geometry.hidden_size * dtype_bytes(flags, model_dtype=resolved.target.dtype)
+        notes.append(
+            f"each of the {ranks} tensor-parallel ranks holds the drafters and their pools whole, and a copy of the "
+            f"target's embedding and head (up to {byte_size(copies)})"
+        )
     if defaults.get("--attention-backend") == "flashinfer":
         notes.append("flashinfer verifies rows of different widths without CUDA graphs only; fa3 (H100, H200) has them")
     for drafter in resolved.drafters:

@@ -213,7 +213,8 @@ def resolve_bundle(bundle: Bundle, *, parts: Parts) -> ResolvedBundle:
 def _known_name(source: str) -> str:
     if Path(source).is_absolute():
         return Path(source).name
-    return source.rpartition(":")[2].partition("@")[0]
+    name = source.rpartition(":")[2]
+    return Path(name).name if source.startswith("folder:") else name.partition("@")[0]
 
 
 def _read_target(found: FoundTarget, parts: Parts, *, name: str) -> ResolvedTarget:
@@ -365,6 +366,12 @@ def with_learnt(bundle: Bundle, engine: EngineState) -> Bundle:
         )
         raise BundleError(
             f"the server has other drafters than the bundle: {theirs}", mend="name the bundle that it was started with"
+        )
+    there = engine.costs.measured_for.target if engine.costs and engine.costs.measured_for else None
+    if bundle.target.digest is not None and there is not None and there != bundle.target.digest:
+        raise BundleError(
+            f"the server's target has the content {there[:16]}, the bundle's {bundle.target.digest[:16]}",
+            mend="name the bundle that it was started with",
         )
     learnt = {name: one.model_dump() for name, one in (bundle.calibrations | engine.calibrations).items()}
     costs = engine.costs or bundle.costs

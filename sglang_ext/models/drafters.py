@@ -55,16 +55,16 @@ class AngelSpecDrafters(nn.Module):
         """Take the target's embedding and head, which every drafter shares; on several ranks put together a whole copy.
 
         Raises:
-            ShardError: one of them is quantised, and there are several ranks.
+            QuantisedError: one of them is quantised.
         """
         ranks = Ranks(get_parallel().tp_group)
         object.__setattr__(self, "embed_tokens", embed_tokens)  # no submodule: the target's weights are not ours
         object.__setattr__(self, "lm_head", lm_head)
+        size = {"rows": self.config.vocab_size, "columns": self.config.hidden_size}
+        embedding_VD = ranks.whole(embed_tokens.weight, **size, name="embedding")
+        tied = lm_head.weight.data_ptr() == embed_tokens.weight.data_ptr()
+        head_VD = embedding_VD if tied else ranks.whole(lm_head.weight, **size, name="vocabulary head")
         if ranks.several:
-            size = {"rows": self.config.vocab_size, "columns": self.config.hidden_size}
-            embedding_VD = ranks.whole(embed_tokens.weight, **size, name="embedding")
-            tied = lm_head.weight.data_ptr() == embed_tokens.weight.data_ptr()
-            head_VD = embedding_VD if tied else ranks.whole(lm_head.weight, **size, name="vocabulary head")
             self._copies = (embedding_VD, head_VD)
 
     @property
@@ -78,8 +78,8 @@ class AngelSpecDrafters(nn.Module):
         return self.lm_head.weight[: self.config.vocab_size] if self._copies is None else self._copies[1]
 
     def multiply(self, states: Tensor, head_VD: Tensor) -> Tensor:
-        """Logits [..., V] of states [..., D]: on one rank the engine's own product with its head, which may hold the
-        weight in another layout."""
+        """Logits [..., V] of states [..., D]. On one rank the head's own layer multiplies, which may hold the weight in
+        another layout; ``head_VD`` is then the same weight, and is not read."""
         if self._copies is not None:
             return F.linear(states, head_VD)
         logits_NV = self.lm_head.quant_method.apply(self.lm_head, states.flatten(0, -2))[:, : self.config.vocab_size]

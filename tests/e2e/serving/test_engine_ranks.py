@@ -1,4 +1,7 @@
-"""Two tensor-parallel ranks: each holds the drafters whole and drafts the same, and answers stay the target's."""
+"""Two tensor-parallel ranks: what the first drafts and draws holds on both, and answers stay the target's.
+
+The second rank is made to go wrong at every place where ranks may differ (``tests.ranks_plugin``).
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "waves": [greedy, drawn],
         },
         ANGELSPEC_BUNDLE=str(bundle),
+        ANGELSPEC_PERTURB="1",
         SGLANG_CPU_OMP_THREADS_BIND=f"{cores[0]}|{cores[-1]}",
     )
     return {"target": folder / "target", "greedy": greedy, **told}

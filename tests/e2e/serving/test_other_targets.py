@@ -52,7 +52,10 @@ def write_bundle(folder: Path, target: Path, family: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "hy3"])
 def test_answers_are_the_stock_engine_s(family: str, tmp_path: Path) -> None:
+    from angelspec.core.recipe import TargetSection
+    from angelspec.decoding.plain import decode_plain
     from angelspec.targets.sources import materialise
+    from angelspec.targets.target import load_target
 
     target = materialise(f"random:{family}")
     bundle = write_bundle(tmp_path, target, family)
@@ -78,6 +81,11 @@ def test_answers_are_the_stock_engine_s(family: str, tmp_path: Path) -> None:
         },
         ANGELSPEC_BUNDLE=str(bundle),
     )
+    plain = decode_plain(
+        load_target(TargetSection(source=f"folder:{target}", mode_family="plain"), dtype=torch.float32),
+        [prompts[0][:3]], max_new_tokens=24, temperature=0.0, seed=0, stop_token_ids=(),
+    )  # fmt: skip
+    assert stock["answers"]["r0"]["ids"] == plain[0].tokens, "the stock engine did not load the weights"
     for rid, answer in stock["answers"].items():
         assert served["answers"][rid]["ids"] == answer["ids"], rid
     assert served["state"]["counters"]["mixed_steps"] > 0
