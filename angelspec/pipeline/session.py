@@ -18,7 +18,7 @@ DEVICE_VARIABLE = "ANGELSPEC_DEVICE"
 
 
 def best_device() -> str:
-    """Where this process runs: what ``ANGELSPEC_DEVICE`` says, else on its own GPU (``LOCAL_RANK``), else on the CPU."""
+    """What ``ANGELSPEC_DEVICE`` says, else the GPU of this process (``LOCAL_RANK``), else the CPU."""
     import torch
 
     if wanted := os.environ.get(DEVICE_VARIABLE):
