@@ -258,7 +258,7 @@ class TrainingStage(Section):
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if (self.epochs is None) == (self.steps is None):
-            raise ValueError("give exactly one of epochs and steps")
+            raise ValueError("give exactly one of epochs and steps, and null for the other")
         return self
 
 

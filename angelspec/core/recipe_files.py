@@ -107,7 +107,8 @@ def load_recipe(name_or_path: str, *, preset: str | None = None, overrides: Sequ
         raise RecipeError(f"'{path.stem}' only serves as a base for other recipes")
     for key in _META_KEYS:
         document.pop(key, None)
-    return resolve(validate(document, where=str(path)))
+    changed = "".join(f" --set {override}" for override in overrides)
+    return resolve(validate(document, where=f"{path}{' with' if changed else ''}{changed}"))
 
 
 def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
