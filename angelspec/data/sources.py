@@ -52,20 +52,30 @@ def locate(source: PromptSource) -> SourceContent:
         DataError: no such kind, file or dataset.
         MissingRequirement: the hub is needed and does not answer.
     """
-    kind, _, place = source.source.partition(":")
-    if kind == "hf" and place:
+    files = files_here(source)
+    if files is None:
         name, revision = _hub_name(source)
         return SourceContent(source, commit=hub_revision(name, revision=revision))
-    if kind == "builtin" and place:
-        files = _shipped(place)
-    elif kind == "file" and place:
-        files = _files(place)
-    else:
-        raise DataError(
-            f"source '{source.source}' of '{source.name}' is of no known kind",
-            mend="write builtin:SET/NAME, file:PATH or hf:ORG/NAME",
-        )
     return SourceContent(source, files=files, digests=tuple(file_sha256(path) for path in files))
+
+
+def files_here(source: PromptSource) -> tuple[Path, ...] | None:
+    """The files of a source that lies on this machine; None: it is on the hub.
+
+    Raises:
+        DataError: no such kind or file.
+    """
+    kind, _, place = source.source.partition(":")
+    if kind == "hf" and place:
+        return None
+    if kind == "builtin" and place:
+        return _shipped(place)
+    if kind == "file" and place:
+        return _files(place)
+    raise DataError(
+        f"source '{source.source}' of '{source.name}' is of no known kind",
+        mend="write builtin:SET/NAME, file:PATH or hf:ORG/NAME",
+    )
 
 
 def _hub_name(source: PromptSource) -> tuple[str, str | None]:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import psutil
 
-from angelspec.core.errors import MissingRequirement
+from angelspec.core.errors import DataError, MissingRequirement
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.recipe import Recipe
+from angelspec.data.sources import files_here
 
 _GIB = 2**30
 
@@ -57,6 +58,12 @@ def missing_requirements(recipe: Recipe, *, output: Path) -> list[str]:
                 f"{weights * 1.5:.1f} GiB of memory to load the target ({weights:.1f} GiB of weights): "
                 f"{free:.1f} GiB are free"
             )
+    for part, sources in (("train", recipe.data.train), ("evaluation", recipe.data.evaluation)):
+        for source in sources:
+            try:
+                files_here(source)
+            except DataError as error:
+                missing.append(f"data.{part}.{source.name}.source: {error.message}; {error.mend}")
     place = output
     while not place.exists():
         place = place.parent

@@ -44,6 +44,12 @@ def test_too_little_accelerator_memory_is_said_in_numbers(monkeypatch):
     assert any("75 GiB of accelerator memory: 24 GiB" in item for item in missing)
 
 
+def test_files_that_do_not_exist_stop_a_run_before_the_target_is_fetched():
+    recipe = load_recipe("smollm2-dfly-nothink", overrides=["data.train.chat.source=file:nosuch.jsonl"])
+    (missing,) = missing_requirements(recipe, output=Path())
+    assert missing.startswith("data.train.chat.source: file:nosuch.jsonl does not exist; check the path")
+
+
 def test_the_embedded_recipes_run_here():
     assert missing_requirements(load_recipe("smollm2-dfly-nothink"), output=Path()) == []
 
