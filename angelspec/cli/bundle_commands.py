@@ -158,7 +158,7 @@ def learn_command(file: Path, url: str) -> None:
     for drafter in before.drafters:
         seen = outcomes.get(drafter.name, 0)
         click.echo(f"{drafter.name}: " + (f"learnt from {seen} verified proposals" if seen else "nothing verified yet"))
-    click.echo("step costs: " + ("as the server measured them" if engine.costs else "the server has none"))
+    click.echo("step costs: " + ("those that the server plans by" if engine.costs else "the server has none"))
     click.echo(f"written: {file}")
 
 

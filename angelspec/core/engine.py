@@ -18,9 +18,6 @@ CPU_PLATFORM = "angelspec_cpu"
 """Name of the CPU platform's entry point, and the value of ``PLATFORM_VARIABLE`` that chooses it."""
 CPU_BACKEND = "torch_native"
 """The only attention backend of the CPU platform; SGLang's own of that name is replaced."""
-CPU_THREADS: Mapping[str, str] = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
-"""How OpenMP's threads wait on a CPU, unless the user says otherwise: awake for some microseconds, since the next of a
-step's many small products follows at once, then asleep, since the server's other processes need the cores, too."""
 SPECULATION_SWITCH = "angelspec_speculation"
 """Key of ``/set_internal_state``: 1 is on, 0 is off (SGLang takes numbers alone)."""
 

@@ -21,6 +21,7 @@ from angelspec.evaluation.acceptance import measure, num_answers
 from angelspec.evaluation.results import MeasureSettings
 from angelspec.evaluation.suites import Suite
 from angelspec.pipeline.progress import Progress
+from angelspec.pipeline.session import best_device
 from angelspec.serving.plan import shared_chat_template
 from angelspec.serving.resolving import ResolvedBundle
 from angelspec.targets.target import load_target
@@ -61,7 +62,7 @@ def measure_bundle(
         chat_template=shared_chat_template(resolved.drafters),
         dtype="float32",
     )
-    target = load_target(section, dtype=torch.float32)
+    target = load_target(section, dtype=torch.float32, device=best_device())
     settings = MeasureSettings(temperatures=(temperature,), max_new_tokens=max_new_tokens, batch_size=batch_size)
     found: list[WorkloadAcceptance] = []
     for drafter in resolved.drafters:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from angelspec.core.errors import MissingRequirement
 from angelspec.core.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -18,10 +19,21 @@ DEVICE_VARIABLE = "ANGELSPEC_DEVICE"
 
 
 def best_device() -> str:
-    """What ``ANGELSPEC_DEVICE`` says, else the GPU of this process (``LOCAL_RANK``), else the CPU."""
+    """What ``ANGELSPEC_DEVICE`` says, else the GPU of this process (``LOCAL_RANK``), else the CPU.
+
+    Raises:
+        MissingRequirement: the variable names a device that is not here.
+    """
     import torch
 
     if wanted := os.environ.get(DEVICE_VARIABLE):
+        try:
+            torch.empty(0, device=wanted)
+        except (RuntimeError, AssertionError) as error:
+            raise MissingRequirement(
+                f"{DEVICE_VARIABLE} is '{wanted}', which can't be used here: {str(error).splitlines()[0]}",
+                mend="unset it, or name cpu or one of this machine's GPUs, such as cuda:0",
+            ) from None
         return wanted
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 

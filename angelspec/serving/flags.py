@@ -60,6 +60,7 @@ _ONE: Mapping[tuple[str, ...], str] = {
 }
 """Sizes that must be 1, by their names, and why."""
 TENSOR_PARALLEL = ("--tp-size", "--tensor-parallel-size", "--tp")
+"""Names of the number of tensor-parallel ranks."""
 _BACKENDS = ("--attention-backend", "--decode-attention-backend", "--prefill-attention-backend")
 
 

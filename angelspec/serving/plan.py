@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from angelspec.core.byte_sizes import byte_size
-from angelspec.core.engine import ALGORITHM, BUNDLE_VARIABLE, CPU_PLATFORM, CPU_THREADS, PLATFORM_VARIABLE
+from angelspec.core.engine import ALGORITHM, BUNDLE_VARIABLE, CPU_PLATFORM, PLATFORM_VARIABLE
 from angelspec.core.errors import BundleError
 from angelspec.core.modes import mode_family
 from angelspec.serving.flags import (
@@ -101,7 +101,7 @@ class ServePlan:
         """Variables that the server needs besides those that are set."""
         variables = {BUNDLE_VARIABLE: bundle_file, "PYTHONUNBUFFERED": "1"}
         if self.hardware.device == "cpu":
-            variables |= {PLATFORM_VARIABLE: CPU_PLATFORM, "CUDA_VISIBLE_DEVICES": "", **CPU_THREADS}
+            variables |= {PLATFORM_VARIABLE: CPU_PLATFORM, "CUDA_VISIBLE_DEVICES": ""}
         return variables
 
     def shell_line(self, bundle_file: str) -> str:

@@ -14,7 +14,11 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from angelspec.core.engine import CPU_BACKEND as BACKEND
-from angelspec.core.engine import CPU_PLATFORM, CPU_THREADS, PLATFORM_VARIABLE
+from angelspec.core.engine import CPU_PLATFORM, PLATFORM_VARIABLE
+
+CPU_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+"""How OpenMP's threads wait, unless the user says otherwise: awake for some microseconds, since the next of a step's
+many small products follows at once, then asleep, since the server's other processes need the cores, too."""
 
 
 def chosen() -> bool:

@@ -1,5 +1,7 @@
+import pytest
 import torch
 
+from angelspec.core.errors import MissingRequirement
 from angelspec.pipeline.session import best_device
 
 
@@ -12,3 +14,10 @@ def test_the_process_s_own_gpu_the_processor_or_what_is_asked_for(monkeypatch):
     assert best_device() == "cuda:1"
     monkeypatch.setenv("ANGELSPEC_DEVICE", "cpu")
     assert best_device() == "cpu"
+
+
+@pytest.mark.parametrize("wanted", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_here_is_named(monkeypatch, wanted):
+    monkeypatch.setenv("ANGELSPEC_DEVICE", wanted)
+    with pytest.raises(MissingRequirement, match=f"ANGELSPEC_DEVICE is '{wanted}'"):
+        best_device()
