@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,25 @@ def write_markov_target(folder: Path) -> Path:
     return folder
 
 
-def write_markov_drafters(folder: Path) -> dict[str, Path]:
+GUESSING = ("dfly", "dspark", "mtp")
+"""Of the drafters that ``write_markov_drafters`` makes, those that guess well."""
+
+
+def write_markov_bundle(folder: Path, names: Sequence[str] = GUESSING, **changes: Any) -> Path:
+    """That target in ``target``, its drafters, and a bundle of those called ``names``; ``changes`` hold for each."""
+    write_markov_target(folder / "target")
+    write_markov_drafters(folder)
+    entries = []
+    for name in names:
+        config = DRAFTERS["dspark" if name == "broken" else name]
+        facts = {"family": config.family, "mode": "no-think", "depth": config.num_proposals}
+        entries.append({"name": name, "source": f"./{name}", **facts, **changes})
+    path = folder / "bundle.yaml"
+    path.write_text(yaml.safe_dump({"target": {"source": str(folder / "target")}, "drafters": entries}))
+    return path
+
+
+def write_markov_drafters(folder: Path) -> None:
     """Drafters of that target, made by hand: each looks at the token before, and a little at its context.
 
     Two more, ``dflash`` and ``dflare``, are random; another, ``broken``, gives numbers that are not finite.
@@ -113,7 +132,6 @@ def write_markov_drafters(folder: Path) -> dict[str, Path]:
         broken.layers[0].self_attn.v_proj.weight.fill_(1e20)
         broken.layers[0].self_attn.o_proj.weight.fill_(3e38)
     save_drafter(broken, folder / "broken", dtype=torch.float32)
-    return {name: folder / name for name in (*configs, "dflash", "dflare", "broken")}
 
 
 def _random_drafter(config: BlockDrafterConfig | MtpDrafterConfig, *, seed: int) -> Any:

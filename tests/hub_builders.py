@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from evaluation_builders import small_report
+from hub_servers import start
+from huggingface_hub import constants
 
 from angelspec.core.manifest import DrafterManifest, MeasuredAcceptance, TargetIdentity, TrainedStage, TrainingRecord
 from angelspec.core.recipe import Recipe
@@ -16,6 +22,25 @@ from angelspec.drafters.families import build_drafter
 from angelspec.hub.card import CardFacts, write_card
 
 RECIPE = "tiny-dfly-llama"
+
+
+@contextmanager
+def hubs(folder: Path) -> Iterator[dict[str, Any]]:
+    """An empty hub of each kind, and a cache in ``folder``, for this process and its children; both are left after."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("ANGELSPEC_CACHE", str(folder / "cache"))
+    patch.setenv("MODELSCOPE_HOME", str(folder / "modelscope"))
+    patch.setenv("MODELSCOPE_CACHE", str(folder / "modelscope-cache"))
+    patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    patch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no-token"))
+    patch.chdir(folder)
+    servers = {kind: start(kind, patch) for kind in ("hf", "modelscope")}
+    yield servers
+    for server in servers.values():
+        server.close()
+    patch.undo()
+
+
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(64)
 PUBLISHED = (
     "LICENSE", "README.md", "accepted-length-t0.png", "angelspec_manifest.json", "config.json", "model.safetensors",

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from hub_servers import start
-from huggingface_hub import constants
+from hub_builders import RECIPE, hubs
 
 from angelspec.cli.main import cli
 from angelspec.core.manifest import DrafterManifest
@@ -22,20 +21,9 @@ from angelspec.pipeline.recipe_run import run_recipe
 @pytest.fixture(scope="module")
 def road(tmp_path_factory):
     """A finished run and two empty hubs; every command sees the same cache, so the target is at hand."""
-    patch = pytest.MonkeyPatch()
     folder = tmp_path_factory.mktemp("road")
-    patch.setenv("ANGELSPEC_CACHE", str(folder / "cache"))
-    patch.setenv("MODELSCOPE_HOME", str(folder / "modelscope"))
-    patch.setenv("MODELSCOPE_CACHE", str(folder / "modelscope-cache"))
-    patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    patch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no-token"))
-    patch.chdir(folder)
-    servers = {kind: start(kind, patch) for kind in ("hf", "modelscope")}
-    drafter = run_recipe(load_recipe("tiny-dfly-llama"), output=folder / "run", store=folder / "store", quiet=True)
-    yield drafter, servers
-    for server in servers.values():
-        server.close()
-    patch.undo()
+    with hubs(folder) as servers:
+        yield run_recipe(load_recipe(RECIPE), output=folder / "run", store=folder / "store", quiet=True), servers
 
 
 def command(*arguments) -> str:

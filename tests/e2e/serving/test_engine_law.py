@@ -14,14 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from scipy.stats import chisquare
 
-from tests.engine_builders import DEPTHS, engine, run, write_markov_drafters, write_markov_target
+from tests.engine_builders import GUESSING, engine, run, write_markov_bundle
 from tests.fault_plugin import FAULTS
 
 pytest.importorskip("sglang")
-FAMILIES = {"dfly": "block", "dspark": "block", "mtp": "mtp"}
 PROMPT = [40, 71, 102, 55, 90]
 TOKENS = 4
 """Of an answer that are compared; answers are longer, so that steps near the end are not special."""
@@ -45,15 +43,7 @@ Law = dict[tuple[int, ...], float]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("law")
-    write_markov_target(folder / "target")
-    write_markov_drafters(folder)
-    entries = [
-        {"name": name, "source": f"./{name}", "family": family, "mode": "no-think", "depth": DEPTHS[name]}
-        for name, family in FAMILIES.items()
-    ]
-    (folder / "bundle.yaml").write_text(
-        yaml.safe_dump({"target": {"source": str(folder / "target")}, "drafters": entries})
-    )
+    write_markov_bundle(folder)
     return folder
 
 
@@ -136,7 +126,7 @@ def test_routes_were_mixed_and_cut(honest: dict[str, Any]) -> None:
         said = answer["meta"]["angelspec"]
         accepted.setdefault(said["route"], []).append(said["accepted_length"])
     assert {"dfly", "mtp", "dspark", "ar"} <= set(accepted)
-    for name in FAMILIES:
+    for name in GUESSING:
         mean = sum(accepted[name]) / len(accepted[name])
         assert 1.02 < mean < 2.5, f"{name}: {mean}: drafts must be accepted, and rejected"
 

@@ -13,39 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from tests.engine_builders import DEPTHS, engine, run, write_markov_drafters, write_markov_target
+from tests.engine_builders import GUESSING, engine, run, write_markov_bundle
 
 pytest.importorskip("sglang")
-FAMILIES = {"dfly": "block", "dspark": "block", "mtp": "mtp", "dflash": "block", "dflare": "block"}
-GUESSING = ("dfly", "dspark", "mtp")
-"""The others are random: what they draft is compared, though little of it is accepted."""
+NAMES = (*GUESSING, "dflash", "dflare")
+"""The last two are random: what they draft is compared, though little of it is accepted."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("parity")
-    write_markov_target(folder / "target")
-    write_markov_drafters(folder)
-    return folder
+    return tmp_path_factory.mktemp("parity")
 
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> dict[str, Any]:
-    entries = [
-        {
-            "name": n,
-            "source": f"./{n}",
-            "family": family,
-            "mode": "no-think",
-            "depth": DEPTHS.get(n, 4),
-            "shortlist": None,
-        }
-        for n, family in {**FAMILIES, "broken": "block"}.items()
-    ]
-    bundle = folder / "bundle.yaml"
-    bundle.write_text(yaml.safe_dump({"target": {"source": str(folder / "target")}, "drafters": entries}))
+    bundle = write_markov_bundle(folder, (*NAMES, "broken"), shortlist=None)
     dice = random.Random(4)
     wave = [
         {
@@ -56,7 +39,7 @@ def served(folder: Path) -> dict[str, Any]:
                 "custom_params": {"route": name, "dcut": "off"},
             },
         }
-        for name in (*FAMILIES, "broken")
+        for name in (*NAMES, "broken")
         for i, length in enumerate((4, 90, 30, 150))
     ]  # fmt: skip
     told = run(
@@ -100,7 +83,7 @@ def accepted_by_step(positions: list[int]) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", NAMES)
 def test_every_step_drafts_and_accepts_what_the_reference_loop_does(
     name: str, folder: Path, served: dict[str, Any]
 ) -> None:

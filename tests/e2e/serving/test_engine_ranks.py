@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from tests.engine_builders import DEPTHS, engine, run, write_markov_drafters, write_markov_target
+from tests.engine_builders import engine, run, write_markov_bundle
 
 pytest.importorskip("sglang")
-FAMILIES = {"dfly": "block", "dspark": "block", "mtp": "mtp"}
 LABELS: tuple[dict[str, Any], ...] = (
     {"route": "dfly", "dcut": "off"},
     {"route": "mtp"},
@@ -29,14 +27,7 @@ LABELS: tuple[dict[str, Any], ...] = (
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
-    write_markov_target(folder / "target")
-    write_markov_drafters(folder)
-    entries = [
-        {"name": name, "source": f"./{name}", "family": family, "mode": "no-think", "depth": DEPTHS[name]}
-        for name, family in FAMILIES.items()
-    ]
-    bundle = folder / "bundle.yaml"
-    bundle.write_text(yaml.safe_dump({"target": {"source": str(folder / "target")}, "drafters": entries}))
+    bundle = write_markov_bundle(folder)
     dice = random.Random(8)
     greedy = [
         {

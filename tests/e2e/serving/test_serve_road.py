@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hub_servers import start
-from huggingface_hub import constants
+from hub_builders import RECIPE, hubs
 
 from angelspec.cli.main import cli
 from angelspec.core.manifest import DrafterManifest
@@ -45,23 +44,13 @@ def command(*arguments: Any) -> str:
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Trained by the recipe, published to both hubs and pulled from each."""
-    patch = pytest.MonkeyPatch()
     folder = tmp_path_factory.mktemp("road")
-    patch.setenv("ANGELSPEC_CACHE", str(folder / "cache"))
-    patch.setenv("MODELSCOPE_HOME", str(folder / "modelscope"))
-    patch.setenv("MODELSCOPE_CACHE", str(folder / "modelscope-cache"))
-    patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    patch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no-token"))
-    patch.chdir(folder)
-    servers = [start(kind, patch) for kind in NAMES]
-    trained = run_recipe(load_recipe("tiny-dfly-llama"), output=folder / "run", store=folder / "store", quiet=True)
-    command("publish", trained, *(word for name in NAMES.values() for word in ("--to", name)), "--yes")
-    for name in NAMES.values():
-        command("pull", name)
-    yield trained
-    for server in servers:
-        server.close()
-    patch.undo()
+    with hubs(folder):
+        trained = run_recipe(load_recipe(RECIPE), output=folder / "run", store=folder / "store", quiet=True)
+        command("publish", trained, *(word for name in NAMES.values() for word in ("--to", name)), "--yes")
+        for name in NAMES.values():
+            command("pull", name)
+        yield trained
 
 
 @pytest.fixture(scope="module")
