@@ -35,10 +35,12 @@ def hubs(folder: Path) -> Iterator[dict[str, Any]]:
     patch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no-token"))
     patch.chdir(folder)
     servers = {kind: start(kind, patch) for kind in ("hf", "modelscope")}
-    yield servers
-    for server in servers.values():
-        server.close()
-    patch.undo()
+    try:
+        yield servers
+    finally:
+        for server in servers.values():
+            server.close()
+        patch.undo()
 
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(64)
