@@ -17,8 +17,6 @@ from torch import Tensor
 from angelspec.core.errors import AngelspecError
 
 T = TypeVar("T")
-
-
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 

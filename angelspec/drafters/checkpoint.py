@@ -85,14 +85,9 @@ def examine_checkpoint(
     findings = Findings()
     found = Inspection(findings.problems, findings.notes)
     if not path.exists():
-        what = (
-            f"{path} points at {path.readlink()}, which is gone"
-            if path.is_symlink()
-            else (
-                f"{path} does not exist; give a folder or a file, or fetch a released drafter first: "
-                "angelspec pull NAME --output FOLDER"
-            )
-        )
+        what = f"{path} does not exist; a released drafter is fetched by: angelspec pull NAME --output FOLDER"
+        if path.is_symlink():
+            what = f"{path} points at {path.readlink()}, which is gone"
         findings.add("not-found", path.name, what)
         return found
     folder = path if path.is_dir() else path.parent
