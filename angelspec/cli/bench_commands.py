@@ -75,6 +75,53 @@ def train_command(
         print_bench(results)
 
 
+@bench.command("length")
+@click.option(
+    "--length",
+    "lengths",
+    multiple=True,
+    type=click.IntRange(min=8),
+    default=(512, 1024, 2048, 4096, 8192),
+    show_default=True,
+    help="Tokens of a row; three at least.",
+)
+@click.option(
+    "--extrapolate",
+    multiple=True,
+    type=click.IntRange(min=8),
+    default=(32768, 131072),
+    show_default=True,
+    help="Longer rows to extrapolate to; may repeat.",
+)
+@click.option("--depths", type=click.IntRange(min=2), default=3, show_default=True, help="Depths of the MTP drafter.")
+@click.option("--objective", type=click.Choice(["ce", "lk", "e2e"]), default="lk", show_default=True)
+@click.option("--matmul", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Measured steps a length.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def length_command(
+    lengths: tuple[int, ...],
+    extrapolate: tuple[int, ...],
+    depths: int,
+    objective: str,
+    matmul: str,
+    repeats: int,
+    as_json: bool,
+) -> None:
+    """Measure how an MTP training step grows with its row: one depth, all depths, all depths recomputed.
+
+    The reference configuration of `bench train --reference mtp`, at other lengths.
+    """
+    from angelspec.training.growth import bench_length, print_growth
+
+    grown = bench_length(lengths, num_depths=depths, objective=objective, matmul=matmul, repeats=repeats)
+    if as_json:
+        import json
+
+        click.echo(json.dumps([growth.model_dump(mode="json") for growth in grown], indent=2))
+    else:
+        print_growth(grown, extrapolate=extrapolate)
+
+
 @bench.command("serve")
 @click.option("--url", required=True, help="Of a server that `angelspec serve` started, e.g. http://127.0.0.1:30000.")
 @click.option("--control-url", help="Of a server without the extension and the same target, measured in turns.")
