@@ -125,5 +125,7 @@ def plain_card(folder: Path, manifest: DrafterManifest) -> str:
     """The card of a repository alice/tiny, without report."""
     places = (Repository("hf", "alice/tiny"), Repository("modelscope", "alice/tiny"))
     return write_card(
-        CardFacts(manifest=manifest, places=places, license="apache-2.0", weight_bytes=12345, dtype="bfloat16")
+        CardFacts(
+            manifest=manifest, name="tiny", places=places, license="apache-2.0", weight_bytes=12345, dtype="bfloat16"
+        )
     )

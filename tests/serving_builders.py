@@ -9,7 +9,16 @@ from pathlib import Path
 from angelspec.core.acceptance import AcceptanceCounts
 from angelspec.core.drafter_config import BlockDrafterConfig, MtpDrafterConfig
 from angelspec.core.geometry import Rope
-from angelspec.serving.bench_result import Window
+from angelspec.serving.answers import EngineCounters
+from angelspec.serving.bench_result import (
+    CONTROL,
+    BenchResult,
+    BenchSettings,
+    Choice,
+    PromptSet,
+    Window,
+    cells_of,
+)
 from angelspec.serving.plan import Hardware, ServePlan, make_plan
 from angelspec.serving.resolving import Examined, FoundDrafter, FoundTarget, Parts, compose_bundle, resolve_bundle
 
@@ -118,3 +127,33 @@ def window_of(choice, repeat, *, tokens, seconds, **changes) -> Window:
         "speculative_steps": 10, "failures": (), "counters": None, "too_short": False, "cache_emptied": True,
     }  # fmt: skip
     return Window(**{**values, **changes})
+
+
+def bench_result() -> BenchResult:
+    """Two rounds of plain decoding, DFly and a control at 4 users; DFly's first window is too short."""
+    counters = EngineCounters(
+        steps=100, speculative_steps=75, mixed_steps=20, cut_steps=50, draft_seconds=1.0, plan_seconds=0.5,
+        verify_seconds=8.0, other_seconds=0.5, nan_rows=3, costed_seconds=8.0, misjudged_seconds=0.4,
+    )  # fmt: skip
+    windows = [
+        window_of("ar", 0, tokens=100, seconds=10.0),
+        window_of("dfly", 0, tokens=200, seconds=10.0, counters=counters, too_short=True),
+        window_of(CONTROL, 0, tokens=110, seconds=10.0, acceptance=AcceptanceCounts(), speculative_steps=0),
+        window_of("ar", 1, tokens=100, seconds=10.0),
+        window_of("dfly", 1, tokens=180, seconds=10.0, failures=("p1: gone",)),
+        window_of(CONTROL, 1, tokens=110, seconds=10.0, acceptance=AcceptanceCounts(), speculative_steps=0),
+    ]
+    return BenchResult(
+        created="2026-11-30T00:00:00+00:00", url="http://s", control_url="http://c", engine_version="0.5.23",
+        control_version="0.5.23", engine=None, engine_arguments={"dtype": "float32"}, control_arguments=None,
+        hardware="a machine", command="angelspec bench serve --url http://s",
+        settings=BenchSettings(
+            concurrency=(4, 8), requests=8, max_tokens=32, temperature=0.0, repeats=2, seed=0, mode=None,
+            minimum_seconds=10.0,
+        ),
+        baseline="ar",
+        choices=(Choice(name="ar", route="ar"), Choice(name="dfly", route="dfly"), Choice(name=CONTROL, route=None)),
+        prompt_sets=(PromptSet(name="code", source="file:c", prompts=5, workloads={"code": 5}, digest="d" * 64),),
+        windows=tuple(windows),
+        cells=tuple(cells_of(windows, baseline="ar")),
+    )  # fmt: skip

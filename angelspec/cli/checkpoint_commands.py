@@ -83,3 +83,46 @@ def convert_command(path: Path, output: Path, dialect: str, target_folder: Path 
     from angelspec.drafters.checkpoint import convert_checkpoint
 
     click.echo(f"written: {convert_checkpoint(path, output, dialect=dialect, target_folder=target_folder)}")
+
+
+@checkpoint.command("card")
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--name", help="By which its commands name the drafter (default: the folder's name).")
+@click.option("--license", "license_name", metavar="ID", help="The drafter's licence (default: the target's).")
+@click.option("--base-model", metavar="ORG/NAME", help="The target on the Hugging Face hub, if angelspec can't know.")
+@click.option("--overwrite", is_flag=True, help="Write a README.md that is there anew.")
+def card_command(
+    folder: Path, name: str | None, license_name: str | None, base_model: str | None, overwrite: bool
+) -> None:
+    """Write the model card (README.md) and LICENSE of the exported drafter in FOLDER, to read or to edit.
+
+    `angelspec publish` makes the same card, with the places it goes to, where a drafter has none of its own.
+    """
+    from angelspec.core.errors import CheckpointError
+    from angelspec.core.files import write_text_atomic
+    from angelspec.core.manifest import MANIFEST_FILE, DrafterManifest
+    from angelspec.hub.card import write_card
+    from angelspec.hub.publish import add_license
+    from angelspec.hub.staging import CARD_FILE
+    from angelspec.pipeline.card_facts import base_model as known_base
+    from angelspec.pipeline.card_facts import card_facts, target_license
+
+    manifest = DrafterManifest.read(folder)
+    if manifest is None:
+        raise CheckpointError(f"{folder} has no {MANIFEST_FILE}", mend="give the folder of an exported drafter")
+    card = folder / CARD_FILE
+    if card.exists() and not overwrite:
+        raise CheckpointError(f"{card} is there already", mend="say --overwrite to write it anew")
+    license_name = license_name or target_license(manifest)
+    if license_name is None:
+        raise CheckpointError("the target's licence is not known", mend="state the drafter's with --license")
+    add_license(folder, license_name)
+    facts = card_facts(
+        folder,
+        manifest,
+        name=name or folder.resolve().name,
+        license=license_name,
+        base=base_model or known_base(manifest),
+    )
+    write_text_atomic(card, write_card(facts))
+    click.echo(f"written: {card}")

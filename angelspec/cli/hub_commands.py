@@ -59,7 +59,9 @@ def publish(
 
     def card(folder: Path, manifest: DrafterManifest) -> str:
         repositories = [destination.repository for destination in destinations]
-        return write_card(card_facts.card_facts(folder, manifest, places=repositories, license=license_name, base=base))
+        name = repositories[0].name.split("/")[1]
+        facts = card_facts.card_facts(folder, manifest, name=name, places=repositories, license=license_name, base=base)
+        return write_card(facts)
 
     with publishing.prepare(
         checkpoint,

@@ -62,28 +62,57 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class ServedLine:
+    """Speed in a server, of one way to use the drafter."""
+
+    traffic: str
+    concurrency: int
+    choice: str
+    tokens_per_second: float
+    speedup: float | None
+    """Over plain decoding in the same server."""
+    interval: tuple[float, float] | None
+    """95 %, of the speed-up."""
+    accepted_length: float | None
+    kept_ratio: float | None
+
+
+@dataclass(frozen=True)
+class Served:
+    """A load test of a server that held the drafter."""
+
+    engine: str
+    """With its version."""
+    machine: str
+    settings: str
+    measured: str
+    """When."""
+    command: str
+    definitions: Mapping[str, str]
+    lines: tuple[ServedLine, ...]
+
+
+@dataclass(frozen=True)
 class CardFacts:
     """All that a card says."""
 
     manifest: DrafterManifest
-    places: tuple[Repository, ...]
-    """Where it is published; the first one names it."""
+    name: str
+    """By which the commands name it: without the organisation where it is published."""
     license: str
     weight_bytes: int
     dtype: str
+    places: tuple[Repository, ...] = ()
+    """Where it is published."""
     base_model: str | None = None
     target_license: str | None = None
     library: str | None = None
     """The engine that loads it, as the hubs know it."""
     serve: tuple[ServeLine, ...] = ()
     measurement: Measurement | None = None
+    served: Served | None = None
     plots: Mapping[str, str] = field(default_factory=dict)
     """Path by caption."""
-
-    @property
-    def name(self) -> str:
-        """Without the organisation."""
-        return self.places[0].name.split("/")[1]
 
 
 def write_card(facts: CardFacts) -> str:
@@ -137,9 +166,10 @@ def _opening(facts: CardFacts) -> str:
 
 
 def _use(facts: CardFacts) -> str:
-    lines = ["## Use", "", "```bash"]
-    lines += [f"angelspec pull {place} --output {facts.name}" for place in facts.places]
-    lines += ["```", ""]
+    lines = ["## Use", ""]
+    if facts.places:
+        pulls = [f"angelspec pull {place} --output {facts.name}" for place in facts.places]
+        lines += ["```bash", *pulls, "```", ""]
     for serve in facts.serve:
         lines += [f"Serve with {serve.engine}: {serve.note}.", "", "```bash", serve.command, "```", ""]
     return "\n".join(lines)
@@ -206,6 +236,8 @@ def _measured(facts: CardFacts) -> str:
         lines += [_position_table(manifest.acceptance, temperatures)]
     if measured is not None:
         lines += _speed(measured)
+    if facts.served is not None:
+        lines += _served(facts.served)
     for caption, path in facts.plots.items():
         lines += [f"![{caption}]({path})", ""]
     if measured is not None:
@@ -260,6 +292,30 @@ def _speed(measured: Measurement) -> list[str]:
     ]  # fmt: skip
     columns = ("suite", "temperature", "concurrency", "tokens/s", "plain tokens/s", "speed-up")
     return [f"Speed ({measured.speed_of}):", "", table(columns, rows)]
+
+
+def _served(served: Served) -> list[str]:
+    rows = []
+    for line in served.lines:
+        speedup = _MISSING if line.speedup is None else f"{line.speedup:.2f}x"
+        if line.interval is not None:
+            speedup += f" [{line.interval[0]:.2f}, {line.interval[1]:.2f}]"
+        kept = _MISSING if line.kept_ratio is None else f"{line.kept_ratio:.0%}"
+        rows.append((line.traffic, line.choice, str(line.concurrency), f"{line.tokens_per_second:.1f}", speedup,
+                     _number(line.accepted_length), kept))  # fmt: skip
+    columns = ("traffic", "choice", "concurrency", "tokens/s", "speed-up", "accepted length", "kept ratio")
+    return [
+        f"Served by {served.engine} on {served.machine}, measured {served.measured}; {served.settings}; plain decoding "
+        "and every choice in turns in one server:",
+        "",
+        table(columns, rows, left=2),
+        *(f"- **{name}**: {text}" for name, text in served.definitions.items()),
+        "",
+        "```bash",
+        served.command,
+        "```",
+        "",
+    ]
 
 
 def _training(facts: CardFacts) -> str:

@@ -103,7 +103,7 @@ def prepare(
         left_out = copy_allowed(folder, temporary)
         manifest = DrafterManifest.read(temporary)
         assert manifest is not None, "staging refuses a folder without one"
-        _add_license(temporary, license)
+        add_license(temporary, license)
         if not (temporary / CARD_FILE).is_file():
             write_text_atomic(temporary / CARD_FILE, write_card(temporary, manifest))
         problems = card_problems(_text(temporary / CARD_FILE), base_model=base_model, license=license)
@@ -122,7 +122,12 @@ def prepare(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _add_license(folder: Path, license: str) -> None:
+def add_license(folder: Path, license: str) -> None:
+    """Put the licence's text beside the weights, unless one is there.
+
+    Raises:
+        CheckpointError: there is none, and the licence is not the one whose text we carry.
+    """
     if (folder / LICENSE_FILE).is_file():
         return
     if license != OUR_LICENSE:

@@ -29,7 +29,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl")
 _LFS_MARK = b"version https://git-lfs"
 ALLOWED = (
     CARD_FILE, LICENSE_FILE, CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE, INDEX_FILE, "report.json", "report.md",
-    "training/metrics.jsonl",
+    "serve-bench.json", "training/metrics.jsonl",
 )  # fmt: skip
 """Paths that go, besides shards of the weights and the report's plots (*.png beside it)."""
 _TEXTS = (".md", ".json", ".jsonl", ".txt")

@@ -12,8 +12,11 @@ from angelspec.core.known_targets import KNOWN_TARGETS, KnownTarget
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.repositories import Repository
 from angelspec.evaluation.report import REPORT_FILE, Report
-from angelspec.hub.card import CardFacts, Measurement, ServeLine, SpeedLine
+from angelspec.hub.card import CardFacts, Measurement, Served, ServedLine, ServeLine, SpeedLine
+from angelspec.serving.bench_result import RESULT_FILE, BenchResult
 from angelspec.serving.instructions import serve_instructions
+
+_SERVED_TERMS = ("concurrency", "tokens/s", "speedup", "accepted length", "kept ratio")
 
 
 def known_target(manifest: DrafterManifest) -> KnownTarget | None:
@@ -40,20 +43,25 @@ def card_facts(
     folder: Path,
     manifest: DrafterManifest,
     *,
-    places: Sequence[Repository],
+    name: str,
     license: str,
     base: str | None,
+    places: Sequence[Repository] = (),
 ) -> CardFacts:
     """All that a card says, from a checkpoint's folder.
 
     Args:
-        folder: with weights, config.json, report and plots.
+        folder: with weights, config.json, report and plots; a load test of a server that held the drafter
+            (``serve-bench.json``, from ``angelspec bench serve``) may lie there as well.
         manifest: that lies in it.
+        name: by which the commands name it.
         places: where it will be published.
         license: of the drafter.
         base: the target's ORG/NAME; None: it is on no hub.
+
+    Raises:
+        DataError: the report or the load test can't be read.
     """
-    name = places[0].name.split("/")[1]
     instructions = serve_instructions(
         manifest.drafter,
         checkpoint=name,
@@ -64,6 +72,7 @@ def card_facts(
     engines = [instruction.engine for instruction in instructions]
     return CardFacts(
         manifest=manifest,
+        name=name,
         places=tuple(places),
         license=license,
         weight_bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
@@ -76,6 +85,7 @@ def card_facts(
             for instruction in instructions
         ),
         measurement=_measurement(folder, drafter=manifest.recipe.name),
+        served=_served(folder, manifest),
         plots={_caption(path): path.name for path in sorted(folder.glob("*.png"))},
     )
 
@@ -126,4 +136,38 @@ def _measurement(folder: Path, *, drafter: str) -> Measurement | None:
         ),
         speed_of="the reference loop against plain decoding in the same loop, one process, in turns; engines are "
         "faster on both sides",
+    )
+
+
+def _served(folder: Path, manifest: DrafterManifest) -> Served | None:
+    if not (folder / RESULT_FILE).is_file():
+        return None
+    result = BenchResult.load(folder / RESULT_FILE)
+    ours = {manifest.recipe.name, manifest.drafter.algorithm, manifest.drafter.family}
+    choices = {choice.name for choice in result.choices if choice.route in ours}
+    settings = result.settings
+    return Served(
+        engine=f"SGLang {result.engine_version}",
+        machine=result.hardware,
+        settings=f"{settings.requests} requests a window of up to {settings.max_tokens} tokens, temperature "
+        f"{settings.temperature:g}, {settings.repeats} windows each",
+        measured=result.created,
+        command=result.command,
+        definitions={name: result.definitions[name] for name in _SERVED_TERMS},
+        lines=tuple(
+            ServedLine(
+                traffic=cell.traffic,
+                concurrency=cell.concurrency,
+                choice=cell.choice,
+                tokens_per_second=cell.tokens_per_second,
+                speedup=cell.speedup,
+                interval=None
+                if cell.speedup_low is None or cell.speedup_high is None
+                else (cell.speedup_low, cell.speedup_high),
+                accepted_length=cell.accepted_length,
+                kept_ratio=cell.kept_ratio,
+            )
+            for cell in result.cells
+            if cell.choice in choices and cell.tokens_per_second is not None
+        ),
     )

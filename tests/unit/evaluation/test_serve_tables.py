@@ -4,9 +4,8 @@ import io
 
 import pytest
 from rich.console import Console
-from serving_builders import window_of
+from serving_builders import bench_result
 
-from angelspec.core.acceptance import AcceptanceCounts
 from angelspec.evaluation.serve_plot import plot_bench
 from angelspec.evaluation.serve_tables import (
     bench_markdown,
@@ -17,38 +16,11 @@ from angelspec.evaluation.serve_tables import (
     time_table,
     user_table,
 )
-from angelspec.serving.answers import EngineCounters
-from angelspec.serving.bench_result import CONTROL, BenchResult, BenchSettings, Choice, PromptSet, cells_of
 
 
 @pytest.fixture
 def result():
-    counters = EngineCounters(
-        steps=100, speculative_steps=75, mixed_steps=20, cut_steps=50, draft_seconds=1.0, plan_seconds=0.5,
-        verify_seconds=8.0, other_seconds=0.5, nan_rows=3, costed_seconds=8.0, misjudged_seconds=0.4,
-    )  # fmt: skip
-    windows = [
-        window_of("ar", 0, tokens=100, seconds=10.0),
-        window_of("dfly", 0, tokens=200, seconds=10.0, counters=counters, too_short=True),
-        window_of(CONTROL, 0, tokens=110, seconds=10.0, acceptance=AcceptanceCounts(), speculative_steps=0),
-        window_of("ar", 1, tokens=100, seconds=10.0),
-        window_of("dfly", 1, tokens=180, seconds=10.0, failures=("p1: gone",)),
-        window_of(CONTROL, 1, tokens=110, seconds=10.0, acceptance=AcceptanceCounts(), speculative_steps=0),
-    ]
-    return BenchResult(
-        created="2026-11-30T00:00:00+00:00", url="http://s", control_url="http://c", engine_version="0.5.23",
-        control_version="0.5.23", engine=None, engine_arguments={"dtype": "float32"}, control_arguments=None,
-        hardware="a machine", command="angelspec bench serve --url http://s",
-        settings=BenchSettings(
-            concurrency=(4, 8), requests=8, max_tokens=32, temperature=0.0, repeats=2, seed=0, mode=None,
-            minimum_seconds=10.0,
-        ),
-        baseline="ar",
-        choices=(Choice(name="ar", route="ar"), Choice(name="dfly", route="dfly"), Choice(name=CONTROL, route=None)),
-        prompt_sets=(PromptSet(name="code", source="file:c", prompts=5, workloads={"code": 5}, digest="d" * 64),),
-        windows=tuple(windows),
-        cells=tuple(cells_of(windows, baseline="ar")),
-    )  # fmt: skip
+    return bench_result()
 
 
 def test_cells(result):

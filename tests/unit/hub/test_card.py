@@ -6,9 +6,12 @@ import re
 
 import pytest
 import yaml
-from hub_builders import manifest_of
+from click.testing import CliRunner
+from hub_builders import exported_drafter, manifest_of
 from huggingface_hub import ModelCard
+from serving_builders import bench_result
 
+from angelspec.cli.main import cli
 from angelspec.core.acceptance import pool
 from angelspec.core.recipe_files import load_recipe
 from angelspec.core.repositories import Repository
@@ -31,6 +34,7 @@ MEASUREMENT = Measurement(
 def card(recipe="smollm2-dfly-nothink", manifest=None, **changes) -> str:
     facts = {
         "manifest": manifest or manifest_of(load_recipe(recipe)),
+        "name": "SmolLM2-DFly",
         "places": (Repository("hf", "alice/SmolLM2-DFly"), Repository("modelscope", "alice/SmolLM2-DFly")),
         "license": "apache-2.0",
         "weight_bytes": 20_000_000,
@@ -132,6 +136,38 @@ def test_no_path_of_this_machine_is_shown():
         update={"initial_checkpoint": "/home/me/start"}), target=target))  # fmt: skip
     assert "/home/me" not in text
     assert "`file:rows.jsonl`" in text and "`folder:llama`" in text and "started from `start`" in text
+
+
+def test_a_load_test_beside_the_weights_is_shown(tmp_path):
+    folder = exported_drafter(tmp_path / "tiny")
+    bench_result().save(folder)
+    done = CliRunner().invoke(cli, ["checkpoint", "card", str(folder), "--license", "apache-2.0"])
+    assert done.exit_code == 0, done.output
+    text = (folder / "README.md").read_text()
+    assert "Served by SGLang 0.5.23 on a machine, measured 2026-11-30" in text
+    cell = bench_result().cell(traffic="code", concurrency=4, choice="dfly")
+    assert f"| code | dfly | 4 | 19.0 | 1.90x [{cell.speedup_low:.2f}, {cell.speedup_high:.2f}] | 2.00 | " in text
+    assert "| code | ar |" not in text and "angelspec bench serve --url http://s" in text
+
+
+def test_a_card_is_written_beside_a_drafter_that_is_on_no_hub(tmp_path):
+    folder = exported_drafter(tmp_path / "tiny")
+
+    def written(*options):
+        return CliRunner().invoke(cli, ["checkpoint", "card", str(folder), *options])
+
+    assert written("--license", "apache-2.0", "--name", "shipped").exit_code == 0
+    text = (folder / "README.md").read_text()
+    assert text.count("# shipped\n") == 1 and "angelspec pull" not in text and "shipped" in text.split("## Use")[1]
+    assert "Apache License" in (folder / "LICENSE").read_text()
+    again = written("--license", "apache-2.0")
+    assert again.exit_code == 2 and "--overwrite" in again.output
+    assert written("--license", "apache-2.0", "--overwrite").exit_code == 0
+    assert "# tiny\n" in (folder / "README.md").read_text()
+    assert (
+        "give the folder of an exported drafter"
+        in CliRunner().invoke(cli, ["checkpoint", "card", str(tmp_path)]).output
+    )
 
 
 def test_data_sets_of_the_hub_are_named():
