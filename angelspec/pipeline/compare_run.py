@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from angelspec.core.comparison import Comparison
+from angelspec.core.errors import MissingRequirement
 from angelspec.core.files import write_text_atomic
 from angelspec.core.recipe import Recipe
 from angelspec.data.reading import read_sources
@@ -53,6 +54,11 @@ def run_comparison(
     base = runs[0][2]
     progress = progress or Progress(quiet=quiet)
     session = Session(base)
+    if session.ranks.world_size > 1:
+        raise MissingRequirement(
+            f"a comparison is run by one process, and {session.ranks.world_size} were started",
+            mend="start it without torchrun",
+        )
     trainings, proposers = [], {}
     with progress.running():
         for number, (variant, seed, recipe) in enumerate(runs, start=1):

@@ -28,6 +28,8 @@ def run_recipe(
 ) -> Path:
     """Run a resolved recipe and return the folder of the exported drafter.
 
+    Of several ranks (torchrun) all train; the first runs the other stages, shows what is done and writes ``output``.
+
     Args:
         recipe: resolved.
         output: gets ``recipe.yaml``, ``stages.json``, ``drafter/`` with its report.
@@ -40,11 +42,15 @@ def run_recipe(
         AngelspecError: a stage cannot go on; finished and half-finished stages stay.
     """
     check_requirements(recipe, output=output)
+    stages = stages_of(recipe)
+    session = Session(recipe)
+    drafter = output / DRAFTER_FOLDER
+    if not session.ranks.is_first:
+        run_stages(stages, recipe, store=Store(store), session=session, progress=Progress(quiet=True))
+        return drafter
     progress = progress or Progress(quiet=quiet)
     resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     write_text_atomic(output / "recipe.yaml", resolved)
-    stages = stages_of(recipe)
-    session = Session(recipe)
     with progress.running():
         results = run_stages(stages, recipe, store=Store(store), session=session, progress=progress)
     write_json_atomic(
@@ -54,7 +60,6 @@ def run_recipe(
             for name, result in results.items()
         },
     )
-    drafter = output / DRAFTER_FOLDER
     _replace_folder(results["export"].folder / "drafter", drafter)
     if not quiet:
         _print_end(recipe, drafter, target_folder=Path(results["target"].output.summary["folder"]))

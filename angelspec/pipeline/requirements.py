@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -64,6 +65,12 @@ def missing_requirements(recipe: Recipe, *, output: Path) -> list[str]:
                 files_here(source)
             except DataError as error:
                 missing.append(f"data.{part}.{source.name}.source: {error.message}; {error.mend}")
+    together, started = recipe.training.sequence_parallel, int(os.environ.get("WORLD_SIZE", "1"))
+    if started % together:
+        missing.append(
+            f"a multiple of {together} processes that share rows (training.sequence_parallel): {started} started; "
+            f"torchrun --nproc-per-node {together} -m angelspec recipe run {recipe.name}"
+        )
     place = output
     while not place.exists():
         place = place.parent

@@ -11,6 +11,7 @@ from angelspec.core.recipe import Recipe
 
 if TYPE_CHECKING:
     from angelspec.targets.target import Target
+    from angelspec.training.distributed import Ranks
     from angelspec.training.features import FeatureSource
 
 
@@ -51,6 +52,16 @@ class Session:
         self.device = device or best_device()
         self._targets: dict[str, Target] = {}
         self._features: tuple[str, Mapping[str, FeatureSource]] | None = None
+        self._ranks: Ranks | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        """This process among those that a launcher (torchrun) started for the run."""
+        if self._ranks is None:
+            from angelspec.training.distributed import connect
+
+            self._ranks = connect(self.device)
+        return self._ranks
 
     def target(self, dtype: str) -> Target:
         """The recipe's target in ``float32`` or ``bfloat16``."""

@@ -77,4 +77,6 @@ class Stage:
     estimate: Callable[[Recipe], Estimate]
     version: int = 1
     """Raised when the stage's code changes what it produces."""
+    by_all_ranks: bool = False
+    """Whether every rank of a run enters it; the others are run by the first rank alone."""
     details: Mapping[str, Any] = field(default_factory=dict)

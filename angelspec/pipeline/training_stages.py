@@ -94,6 +94,7 @@ def _training_stage(recipe: Recipe, index: int) -> Stage:
         inputs=inputs,
         run=run,
         estimate=estimate,
+        by_all_ranks=True,
     )
 
 
@@ -125,6 +126,7 @@ def _run(work: Work, index: int) -> StageOutput:
             initial=initial,
             features=features,
             held_out_seed=recipe.training.seed,
+            ranks=work.session.ranks,
             report=lambda done, total, note: meter(done, total=total, note=note),
         )
     if result.status == "interrupted":
@@ -137,7 +139,8 @@ def _run(work: Work, index: int) -> StageOutput:
         weights, length = initial, before.output.summary["held_out_accepted_length"]
         chosen = before.output.summary["chosen_from"]
         work.progress.say(f"  no gain over '{chosen}': its weights are kept")
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, work.folder / WEIGHTS)
+    if work.session.ranks.is_first:
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, work.folder / WEIGHTS)
     summary = {
         "steps": result.step,
         "best_step": result.best_step,
@@ -166,6 +169,7 @@ def _features(
                 packed,
                 layer_ids=layer_ids,
                 folder=work.before["pack"].folder / "features" / fingerprint(list(layer_ids)) / name,
+                ranks=work.session.ranks,
                 progress=lambda done, total, meter=meter: meter(done, total=total),
             )
     return made

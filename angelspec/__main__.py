@@ -1,0 +1,5 @@
+"""``python -m angelspec``, and ``torchrun -m angelspec`` for several ranks."""
+
+from angelspec.cli.main import main
+
+main()
