@@ -64,8 +64,6 @@ OBJECTIVES: dict[Reference, dict[str, Objective]] = {
 and hybrid LK and end-to-end TV on the teacher's 10000 most probable tokens."""
 _LARGEST_ONLINE_TARGET = 1_000_000_000
 """Parameters above which a random target is not built to be timed."""
-_YARDSTICK_POSITIONS = 4096
-"""Positions whose logits the yardstick holds at a time, which is more than a row of 512 tokens has."""
 
 
 class BenchCase(BaseModel):
@@ -93,6 +91,8 @@ class BenchCase(BaseModel):
     online: bool = False
     """Whether the target runs inside the step."""
     repeats: int = Field(default=5, ge=1)
+    yardstick: bool = True
+    """Whether the step is measured in yardsticks, which take as long again."""
     seed: int = 0
 
 
@@ -111,11 +111,11 @@ class BenchResult(BaseModel):
     positions_per_second: float
     step_seconds: float
     """Median."""
-    yardstick_seconds: float
-    """Median; the yardstick is always float32."""
-    yardsticks: float
+    yardstick_seconds: float | None = None
+    """Median; the yardstick is always float32. None, as the next two: not measured."""
+    yardsticks: float | None = None
     """Median step by median yardstick."""
-    yardsticks_of_minima: float
+    yardsticks_of_minima: float | None = None
     """Fastest step by fastest yardstick."""
     peak_process_bytes: int
     """Largest resident size of the process while it trained, libraries included."""
@@ -285,15 +285,25 @@ def measure(case: BenchCase) -> BenchResult:
         raise TrainingError(
             f"rows of {case.row_length} tokens host no draft of {case.drafter.num_proposals} tokens after an anchor"
         )
-    yardstick = _Yardstick(world, positions=stepper.positions)
-    yardstick()
+    yardstick = _Yardstick(world, positions=stepper.positions) if case.yardstick else None
+    if yardstick is not None:
+        yardstick()
     step_seconds, yardstick_seconds, parts = [], [], []
     for _ in range(case.repeats):
-        yardstick_seconds.append(yardstick())
+        if yardstick is not None:
+            yardstick_seconds.append(yardstick())
         started = time.perf_counter()
         parts.append(stepper.step())
         step_seconds.append(time.perf_counter() - started)
-    step, unit = statistics.median(step_seconds), statistics.median(yardstick_seconds)
+    step = statistics.median(step_seconds)
+    units = {}
+    if yardstick_seconds:
+        unit = statistics.median(yardstick_seconds)
+        units = {
+            "yardstick_seconds": unit,
+            "yardsticks": step / unit,
+            "yardsticks_of_minima": min(step_seconds) / min(yardstick_seconds),
+        }
     shares = {
         name: round(sum(part.get(name, 0.0) for part in parts) / sum(step_seconds), 4)
         for name in ("target", "backbone", "head", "optimiser")
@@ -309,9 +319,7 @@ def measure(case: BenchCase) -> BenchResult:
         positions_per_step=stepper.positions,
         positions_per_second=stepper.positions / step,
         step_seconds=step,
-        yardstick_seconds=unit,
-        yardsticks=step / unit,
-        yardsticks_of_minima=min(step_seconds) / min(yardstick_seconds),
+        **units,
         peak_process_bytes=peak_bytes,
         peak_training_bytes=peak_bytes - before,
         shares=shares,
@@ -457,9 +465,7 @@ class _Yardstick:
     def __call__(self) -> float:
         self.hidden_ND.grad = None
         started = time.perf_counter()
-        for start in range(0, len(self.labels_N), _YARDSTICK_POSITIONS):
-            part = slice(start, start + _YARDSTICK_POSITIONS)
-            F.cross_entropy(self.hidden_ND[part] @ self.head_VD.T, self.labels_N[part], reduction="sum").backward()
+        F.cross_entropy(self.hidden_ND @ self.head_VD.T, self.labels_N).backward()
         return time.perf_counter() - started
 
 
@@ -488,7 +494,7 @@ def print_bench(results: Sequence[BenchResult]) -> None:
             result.objective,
             result.matmul,
             f"{result.positions_per_second:.0f}",
-            f"{result.yardsticks:.2f}",
+            "–" if result.yardsticks is None else f"{result.yardsticks:.2f}",
             f"{result.peak_process_bytes / 2**30:.2f} GiB",
             " ".join(f"{name} {share:.0%}" for name, share in result.shares.items())
             + (f" ({result.note})" if result.note else ""),

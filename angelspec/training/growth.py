@@ -110,6 +110,7 @@ def bench_length(
                         "drafter": drafter,
                         "row_length": length,
                         "recompute_depths": recompute,
+                        "yardstick": False,
                     }
                 )
             )

@@ -30,7 +30,6 @@ def _measured(case):
     return BenchResult(
         name=case.name, objective=case.objective_name, matmul=case.matmul, row_length=tokens,
         positions_per_step=tokens, positions_per_second=1.0, step_seconds=1e-3 * tokens * depths + 1e-7 * tokens**2,
-        yardstick_seconds=1.0, yardsticks=1.0, yardsticks_of_minima=1.0,
         peak_process_bytes=2**30 + tokens * held * 2**14, peak_training_bytes=1, shares={}, num_parameters=1, threads=2,
         repeats=1,
     )  # fmt: skip
