@@ -111,6 +111,16 @@ def load_recipe(name_or_path: str, *, preset: str | None = None, overrides: Sequ
     return resolve(validate(document, where=f"{path}{' with' if changed else ''}{changed}"))
 
 
+def run_command(recipe: Recipe) -> str:
+    """The command that runs a resolved recipe again: by its name where that is a shipped one, unchanged."""
+    for shipped in list_recipes():
+        if shipped.name == recipe.name:
+            for preset in (None, *shipped.presets):
+                if load_recipe(shipped.name, preset=preset) == recipe:
+                    return f"angelspec recipe run {recipe.name}" + (f" --preset {preset}" if preset else "")
+    return "angelspec recipe run recipe.yaml  # the resolved recipe, as `recipe` of angelspec_manifest.json holds it"
+
+
 def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     """Deep-merge mappings; anything else in ``upper`` replaces what ``lower`` has."""
     merged = dict(lower)

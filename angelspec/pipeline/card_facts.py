@@ -62,13 +62,16 @@ def card_facts(
     Raises:
         DataError: the report or the load test can't be read.
     """
+    known = known_target(manifest)
+    # made from a release, but not the same weights: other engines can't fetch it
+    on_no_hub = known is not None and known.derived_from is not None
     instructions = serve_instructions(
         manifest.drafter,
         checkpoint=name,
-        target=base or manifest.target.name,
+        target=manifest.target.name if on_no_hub else base or manifest.target.name,
         mode=manifest.mode,
         family=manifest.target.mode_family,
-    )
+    )[: 1 if on_no_hub else None]
     engines = [instruction.engine for instruction in instructions]
     return CardFacts(
         manifest=manifest,

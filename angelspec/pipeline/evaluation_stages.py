@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from angelspec.core.fingerprint import fingerprint
 from angelspec.core.recipe import Recipe
+from angelspec.core.recipe_files import run_command
 from angelspec.data.conversation_files import read_conversations
 from angelspec.decoding.proposers import drafter_proposer
 from angelspec.drafters.experts import keeps_float32
@@ -76,7 +77,7 @@ def _run_evaluate(work: Work) -> StageOutput:
         folder=work.folder,
         progress=work.progress,
         title=recipe.name,
-        commands=(f"angelspec recipe run {recipe.name}",),
+        commands=(run_command(recipe),),
         descriptions={
             drafter.name: f"{drafter_description(recipe.drafter_config())}, "
             f"{amounts(recipe).drafter_parameters / 1e6:.1f}M parameters, {recipe.export.dtype}",

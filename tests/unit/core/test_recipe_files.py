@@ -7,7 +7,14 @@ import json
 import pytest
 
 from angelspec.core.errors import RecipeError
-from angelspec.core.recipe_files import apply_override, check_recipe, load_recipe, merge, unused_token_ids
+from angelspec.core.recipe_files import (
+    apply_override,
+    check_recipe,
+    load_recipe,
+    merge,
+    run_command,
+    unused_token_ids,
+)
 
 NAME = "smollm2-dfly-nothink"
 
@@ -202,3 +209,9 @@ def test_a_folder_target_gives_geometry_and_unused_ids(tmp_path):
 
 def test_a_folder_without_config_is_named(tmp_path):
     assert "config.json" in refusal("target.name=null", f"target.source=folder:{tmp_path}")
+
+
+def test_the_command_of_a_run_is_one_that_gives_it_again():
+    assert run_command(load_recipe(NAME)) == f"angelspec recipe run {NAME}"
+    assert run_command(load_recipe(NAME, preset="quick")) == f"angelspec recipe run {NAME} --preset quick"
+    assert run_command(load_recipe(NAME, overrides=["training.seed=1"])).startswith("angelspec recipe run recipe.yaml")

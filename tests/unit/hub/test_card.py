@@ -170,6 +170,14 @@ def test_a_card_is_written_beside_a_drafter_that_is_on_no_hub(tmp_path):
     )
 
 
+def test_a_target_that_lies_on_no_hub_is_served_by_its_name_and_by_us_alone(tmp_path):
+    folder = exported_drafter(tmp_path / "mine", recipe=load_recipe("smollm2-dfly-nothink"))
+    assert CliRunner().invoke(cli, ["checkpoint", "card", str(folder)]).exit_code == 0
+    text = (folder / "README.md").read_text()
+    assert "angelspec serve --target smollm2-135m-instruct --drafter mine" in text and "vllm serve" not in text
+    assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in text
+
+
 def test_data_sets_of_the_hub_are_named():
     recipe = load_recipe("qwen3-8b-dfly-nothink")
     metadata = yaml.safe_load(split_card(card(manifest=manifest_of(recipe), base_model="Qwen/Qwen3-8B"))[0])
