@@ -13,6 +13,7 @@ from angelspec.core.fingerprint import fingerprint
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.locations import cache_folder
+from angelspec.core.repositories import is_repository_name
 from angelspec.serving.plan import Hardware, ServePlan
 from angelspec.serving.resolving import Examined, FoundDrafter, FoundTarget, Parts
 
@@ -71,22 +72,31 @@ def shown_plan(
 
 
 def find_target(text: str) -> FoundTarget:
-    """A target by a known name, a folder, or a source as in recipes; fetched if it is not on this machine.
+    """A target by a known name, a folder, ORG/NAME of the Hugging Face hub, or a source as in recipes; fetched if it is
+    not on this machine.
 
     Raises:
         TargetError: there is none.
     """
-    from angelspec.targets.sources import SCHEMES, materialise
+    from angelspec.targets.sources import materialise
 
-    known = KNOWN_TARGETS.get(text)
-    source = known.source if known is not None else text
-    if source.partition(":")[0] not in SCHEMES:
-        source = f"folder:{source}"
-    known = known or next((target for target in KNOWN_TARGETS.values() if target.source == source), None)
+    source = target_source(text)
+    known = next((target for target in KNOWN_TARGETS.values() if target.source == source), None)
     folder = materialise(source, progress=lambda line: click.echo(line, err=True))
     if known is None:
         return FoundTarget(folder)
     return FoundTarget(folder, known.mode_family, known.release)
+
+
+def target_source(text: str) -> str:
+    """A target as a user names it, written as in recipes: SCHEME:PLACE."""
+    from angelspec.targets.sources import SCHEMES
+
+    if text in KNOWN_TARGETS:
+        return KNOWN_TARGETS[text].source
+    if text.partition(":")[0] in SCHEMES:
+        return text
+    return f"hf:{text}" if is_repository_name(text) and not Path(text).exists() else f"folder:{text}"
 
 
 def find_drafter(text: str) -> FoundDrafter:

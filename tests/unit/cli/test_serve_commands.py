@@ -18,8 +18,10 @@ from hub_builders import exported_drafter, manifest_of
 from serving_builders import install_fake_sglang
 
 from angelspec.cli.main import cli
+from angelspec.cli.serving_parts import target_source
 from angelspec.core.bundle import load_bundle
 from angelspec.core.calibration import Calibration
+from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.manifest import TargetIdentity
 from angelspec.core.recipe_files import load_recipe
 from angelspec.drafters.checkpoint import save_drafter
@@ -303,3 +305,21 @@ def test_a_bundle_learns_from_no_other_server(tmp_path):
         assert result.exit_code == 2
         assert "runs without angelspec's extension" in result.output
     assert file.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        ("qwen3-8b", "hf:Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-8B", "hf:Qwen/Qwen3-8B"),
+        ("modelscope:Qwen/Qwen3-8B", "modelscope:Qwen/Qwen3-8B"),
+        ("models/mine", "folder:models/mine"),
+        ("models/deeper/mine", "folder:models/deeper/mine"),
+        ("./mine", "folder:./mine"),
+        ("smollm2-135m-instruct", KNOWN_TARGETS["smollm2-135m-instruct"].source),
+    ],
+)
+def test_a_target_is_named_as_other_launchers_name_it(text, source, tmp_path, monkeypatch):
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert target_source(text) == source
