@@ -18,7 +18,7 @@ from angelspec.cli.evaluate_commands import evaluate
 from angelspec.cli.hub_commands import publish, pull
 from angelspec.cli.recipe_commands import recipe
 from angelspec.cli.serve_commands import serve
-from angelspec.core.errors import AngelspecError
+from angelspec.core.errors import AngelspecError, Interrupted
 
 
 class _Group(click.Group):
@@ -27,6 +27,10 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
+        except (Interrupted, KeyboardInterrupt) as stopped:
+            said = f"{stopped}; " if isinstance(stopped, Interrupted) else "\ninterrupted; "
+            click.echo(f"{said}run the same command again to go on from here", err=True)
+            sys.exit(Interrupted.exit_code)
         except AngelspecError as error:
             click.echo(f"error: {error}", err=True)
             sys.exit(error.exit_code)
@@ -44,11 +48,7 @@ for command in (recipe, evaluate, data, checkpoint, bundle, serve, demo, publish
 
 def main() -> None:
     """Run the command line."""
-    try:
-        cli(standalone_mode=True)
-    except KeyboardInterrupt:
-        click.echo("\ninterrupted; run the same command again to go on from here", err=True)
-        sys.exit(130)
+    cli()
 
 
 if __name__ == "__main__":

@@ -62,6 +62,8 @@ class RequestError(AngelspecError):
 class Interrupted(AngelspecError):
     """A job that was asked to stop and has saved its state; running it again goes on from there."""
 
+    exit_code = 130
+
 
 class MissingRequirement(AngelspecError):
     """Hardware, a package or a service that a job needs and this machine lacks."""

@@ -100,7 +100,7 @@ def read_content_rows(
             read = read_row(row.value, rules=rules, file=file, line=row.line)
             conversation = read.conversation
             place = f"{file}:{row.line}"
-            if (first := line_of_id.setdefault(conversation.id, place)) != place:
+            if (first := line_of_id.setdefault(conversation.id, place)) != place and read.has_id:
                 given = conversation.id.removeprefix(f"{rules.source}/")
                 raise RowRefused(Reason.DUPLICATE_ID, f"id '{given}' is also that of {first}")
         except RowRefused as refused:
@@ -111,7 +111,10 @@ def read_content_rows(
             result.ignored_keys[str(key)] = result.ignored_keys.get(str(key), 0) + 1
         result.notes += read.notes
         if (first := line_of_content.setdefault(conversation.content_hash, place)) != place:
-            result.notes.append(Note(file, row.line, Remark.DUPLICATE_CONTENT, f"says the same as {first}"))
+            once = "" if read.has_id else "; without an id of its own it is read once"
+            result.notes.append(Note(file, row.line, Remark.DUPLICATE_CONTENT, f"says the same as {first}{once}"))
+            if not read.has_id:
+                continue
         draw.offer(conversation)
     result.accepted = draw.chosen()
     result.not_drawn = draw.offered - len(result.accepted)

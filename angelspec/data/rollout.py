@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from angelspec.core.acceptance import repeated_ngram_share
-from angelspec.core.errors import DataError
+from angelspec.core.errors import DataError, MissingRequirement
 from angelspec.core.files import read_json, write_json_atomic, write_text_atomic
 from angelspec.core.fingerprint import fingerprint
 from angelspec.core.modes import Mode
@@ -210,18 +210,36 @@ def plan_processes(target: Target, section: RolloutSection, *, shards: Sequence[
     """Processes of a rollout and threads of each, from the machine and the whole rollout (not from what is left).
 
     A decoding step's products are too small to gain from threads, so every core gets a process as long as there are
-    shards and memory for it. Threads may change the last bit of a product, so they must not depend on a resume.
+    shards and memory for it. Threads may change the last bit of a product, so they must not depend on a resume. An
+    accelerator is one process's.
+
+    Raises:
+        MissingRequirement: the accelerator's memory is too small for the batch.
     """
-    if target.device.type != "cpu":
-        return 1, 1
     geometry, size = target.geometry, target.embedding_VD.element_size()
     longest = max(len(prompt.tokens) for shard in shards for prompt in shard) + section.max_new_tokens
-    cache = section.batch_size * longest * geometry.num_layers * 2 * geometry.num_kv_heads * geometry.head_dim * size
+    row = longest * geometry.num_layers * 2 * geometry.num_kv_heads * geometry.head_dim * size
+    cache = section.batch_size * row
+    if target.device.type != "cpu":
+        _require_room(cache, row=row, free=torch.cuda.mem_get_info(target.device)[0], section=section, longest=longest)
+        return 1, 1
     weights = sum(parameter.numel() * parameter.element_size() for parameter in target.model.parameters())
     affordable = int(0.8 * psutil.virtual_memory().available // (weights + cache + _PROCESS_BYTES))
     cores = torch.get_num_threads()
     workers = max(1, min(cores, len(shards), affordable))
     return workers, max(1, cores // workers)
+
+
+def _require_room(cache: int, *, row: int, free: int, section: RolloutSection, longest: int) -> None:
+    """Stop before hours of work where the keys and values of the longest rows would not fit beside the target."""
+    affordable = int(0.85 * free)
+    if cache > affordable:
+        raise MissingRequirement(
+            f"rollout.batch_size {section.batch_size} with up to {longest} tokens a row takes {cache / 2**30:.0f} GiB "
+            f"of keys and values; {free / 2**30:.0f} GiB of the accelerator's memory are free",
+            mend=f"set rollout.batch_size to at most {affordable // row}, shorten rollout.max_new_tokens, or let a "
+            "server answer (rollout.backend=endpoint)",
+        )
 
 
 @contextmanager

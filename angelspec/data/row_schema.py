@@ -75,6 +75,8 @@ class ReadRow:
 
     conversation: Conversation
     notes: tuple[Note, ...]
+    has_id: bool
+    """Whether its id is the row's own, and not made from its content."""
 
 
 def read_row(value: Any, *, rules: RowRules, file: str, line: int) -> ReadRow:
@@ -105,8 +107,9 @@ def read_row(value: Any, *, rules: RowRules, file: str, line: int) -> ReadRow:
         file=file,
         line=line,
     )
-    row_id = _id(value) or f"row-{conversation.content_hash}"
-    return ReadRow(replace(conversation, id=f"{rules.source}/{row_id}"), notes)
+    given = _id(value)
+    row_id = given or f"row-{conversation.content_hash}"
+    return ReadRow(replace(conversation, id=f"{rules.source}/{row_id}"), notes, has_id=given is not None)
 
 
 def _spelled(value: Any) -> str:
@@ -196,6 +199,8 @@ def _prompt(value: Mapping[str, Any], key: str, *, rules: RowRules) -> tuple[tup
     prompt = value[key]
     if isinstance(prompt, list) and prompt and all(isinstance(item, Mapping) and "type" not in item for item in prompt):
         return _list(prompt, rules=rules, where=key), True
+    if isinstance(prompt, list) and prompt and all(isinstance(item, str) for item in prompt):
+        return tuple(_user(turn, where=f"'{key}', turn {number}") for number, turn in enumerate(prompt, start=1)), True
     text = read_content(prompt, where=f"'{key}'")
     if key == "instruction" and isinstance(extra := value.get("input"), str) and extra.strip():
         text = f"{text}\n\n{extra}"

@@ -139,7 +139,9 @@ def _pull(
     parent, stem = _place(repository)
     content = fingerprint({path: [file.size, file.sha256, file.git_sha1] for path, file in files.items()}, length=40)
     shown = (snapshot if names_a_commit(snapshot) else content)[:_SHOWN]
-    folder = output if output is not None else parent / f"{stem}@{shown}"
+    folder = output.resolve() if output is not None else parent / f"{stem}@{shown}"
+    if folder == Path.cwd():
+        raise CheckpointError("--output is the folder where you are", mend="name a folder in it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _lock(folder):
         if folder.is_dir() and any(folder.iterdir()):

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -23,13 +22,14 @@ from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.locations import cache_folder
 from angelspec.core.registry import load_registry
 from angelspec.hub.pull import cached, drafter_cache, fetch_lock, forget, is_partial, pointers
+from angelspec.pipeline.record import RECORD_FILE, read_record
 from angelspec.targets.sources import BUILD_LOCK, SOURCE_RECORD
 
 _DAY = 86400.0
 _UNFINISHED_FOR = 1 / 24
 """Days without a change after which a half-written copy is taken for abandoned."""
 _STAGE = re.compile(r"[a-z][a-z0-9-]*-[0-9a-f]{16}")
-_RUN_FILES = ("recipe.yaml", "stages.json", "comparison.json")
+_RUN_FILES = ("recipe.yaml", RECORD_FILE, "comparison.json")
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _AGES = {"h": 1 / 24, "d": 1.0, "w": 7.0, "m": 30.0}
 
@@ -133,7 +133,7 @@ def _stages(runs: Path) -> Iterator[Item]:
         return
     users: dict[str, list[str]] = {}
     for run in _run_folders(runs):
-        for stage in _stages_of(run).values():
+        for stage in read_record(run).values():
             users.setdefault(Path(str(stage.get("folder"))).name, []).append(f"run {run.name}")
     for path in sorted(store.iterdir()):
         if path.is_dir() and _STAGE.fullmatch(path.name):
@@ -141,14 +141,6 @@ def _stages(runs: Path) -> Iterator[Item]:
             if not (path / "stage.json").is_file() and any(path.rglob("latest")):
                 named = [*named, "its pointer 'latest': a rerun goes on from there"]
             yield _item(path, "stage", named_by=tuple(named), locks=(store / f".{path.name}.lock",))
-
-
-def _stages_of(run: Path) -> dict[str, dict[str, Any]]:
-    try:
-        stages = read_json(run / "stages.json")
-    except (OSError, ValueError):
-        return {}
-    return {key: value for key, value in stages.items() if isinstance(value, dict)} if isinstance(stages, dict) else {}
 
 
 def _targets() -> Iterator[Item]:

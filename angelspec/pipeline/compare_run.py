@@ -19,6 +19,7 @@ from angelspec.evaluation.comparison_plot import plot_comparison
 from angelspec.pipeline.evaluation_stages import exported_drafter
 from angelspec.pipeline.measuring import LOOKUP, lookup_proposer, measure_settings, suites_of
 from angelspec.pipeline.progress import Progress, table_console
+from angelspec.pipeline.record import RunRecord
 from angelspec.pipeline.requirements import check_requirements
 from angelspec.pipeline.runner import run_stages
 from angelspec.pipeline.session import Session
@@ -38,7 +39,7 @@ def run_comparison(
 
     Args:
         comparison: what to compare.
-        output: gets ``comparison.json``, ``comparison.md``, ``comparison.png`` and the measurement's units.
+        output: gets ``stages.json``, ``comparison.json``, ``.md``, ``.png`` and the measurement's units.
         store: folder of the stages; variants share rollouts, packed rows and features there.
         quiet: show no progress and print no table.
         progress: where to show progress; None: the console.
@@ -59,12 +60,16 @@ def run_comparison(
             f"a comparison is run by one process, and {session.ranks.world_size} were started",
             mend="start it without torchrun",
         )
+    record = RunRecord(output)
     trainings, proposers = [], {}
     with progress.running():
         for number, (variant, seed, recipe) in enumerate(runs, start=1):
             progress.say(f"({number}/{len(runs)}) variant '{variant}', seed {seed}")
             stages = [stage for stage in stages_of(recipe) if stage.name not in _NOT_COMPARED]
-            results = run_stages(stages, recipe, store=Store(store), session=session, progress=progress)
+            results = run_stages(
+                stages, recipe, store=Store(store), session=session, progress=progress, record=record,
+                prefix=f"{variant}, seed {seed}: ",
+            )  # fmt: skip
             trainings.append(_training(variant, seed, recipe, results))
             proposers[variant, seed] = _proposer(f"{variant}/{seed}", recipe, results, session=session)
         session.release_features()

@@ -18,6 +18,7 @@ from angelspec.data.decontaminate import decontaminate
 from angelspec.data.fitting import fit_rows
 from angelspec.data.quarantine import require_usable, write_quarantine
 from angelspec.data.reading import read_sources
+from angelspec.data.reasons import count_reasons
 from angelspec.data.rollout import rollout_shards
 from angelspec.data.rounds import Round, first_round, next_round, visible_answer
 from angelspec.data.sources import locate
@@ -290,6 +291,7 @@ def _mask_token(recipe: Recipe) -> int | None:
 def _run_pack(work: Work) -> StageOutput:
     recipe = work.recipe
     dropped: dict[str, int] = {}
+    summary: dict[str, Any] = {"dropped": dropped}
     if recipe.data.responses == "given":
         target = work.session.target(recipe.target.dtype)
         given = rows_of_given(
@@ -306,8 +308,11 @@ def _run_pack(work: Work) -> StageOutput:
             quarantine=work.folder / "quarantine.jsonl",
         )
         rows = given.rows
-        for item in given.rejected:
-            dropped[str(item.reason)] = dropped.get(str(item.reason), 0) + 1
+        dropped.update(count_reasons(item.reason for item in given.rejected))
+        summary["noted"] = count_reasons(note.remark for note in given.notes)
+        if summary["noted"]:
+            noted = ", ".join(f"{count} {remark}" for remark, count in summary["noted"].items())
+            work.progress.say(f"  given answers: {noted}")
     else:
         rollout = work.before["rollout"]
         shards = [rollout.folder / name for name in rollout.output.summary["shards"]]
@@ -322,7 +327,7 @@ def _run_pack(work: Work) -> StageOutput:
     for reason, count in fitted.counts.items():
         dropped[str(reason)] = dropped.get(str(reason), 0) + count
     split = split_held_out(fitted.kept, fraction=recipe.data.held_out_fraction, seed=recipe.data.seed)
-    summary: dict[str, Any] = {"dropped": dropped, "cut": fitted.num_cut}
+    summary["cut"] = fitted.num_cut
     digests = []
     for name, part in (("train", split.train), ("held-out", split.held_out)):
         packed = pack(part, row_length=recipe.pack.row_length, pad_id=0)

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import yaml
 
-from angelspec.core.files import write_json_atomic, write_text_atomic
+from angelspec.core.files import write_text_atomic
 from angelspec.core.recipe import Recipe
 from angelspec.evaluation.rendering import print_report
 from angelspec.evaluation.report import Report
 from angelspec.evaluation.tables import Table
 from angelspec.pipeline.progress import Progress, table_console
+from angelspec.pipeline.record import RunRecord
 from angelspec.pipeline.requirements import check_requirements
-from angelspec.pipeline.runner import run_stages
+from angelspec.pipeline.runner import follow_stages, run_stages
 from angelspec.pipeline.session import Session
 from angelspec.pipeline.stages import stages_of
 from angelspec.pipeline.store import Store
@@ -46,20 +47,16 @@ def run_recipe(
     session = Session(recipe)
     drafter = output / DRAFTER_FOLDER
     if not session.ranks.is_first:
-        run_stages(stages, recipe, store=Store(store), session=session, progress=Progress(quiet=True))
+        session.ranks.barrier()  # until the record is this run's
+        follow_stages(stages, recipe, store=Store(store), session=session, progress=Progress(quiet=True), output=output)
         return drafter
     progress = progress or Progress(quiet=quiet)
     resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     write_text_atomic(output / "recipe.yaml", resolved)
+    record = RunRecord(output)
+    session.ranks.barrier()
     with progress.running():
-        results = run_stages(stages, recipe, store=Store(store), session=session, progress=progress)
-    write_json_atomic(
-        output / "stages.json",
-        {
-            name: {"folder": str(result.folder), "digest": result.output.digest, "seconds": round(result.seconds, 1)}
-            for name, result in results.items()
-        },
-    )
+        results = run_stages(stages, recipe, store=Store(store), session=session, progress=progress, record=record)
     _replace_folder(results["export"].folder / "drafter", drafter)
     if not quiet:
         _print_end(recipe, drafter, target_folder=Path(results["target"].output.summary["folder"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -40,8 +39,9 @@ def missing_requirements(recipe: Recipe, *, output: Path) -> list[str]:
     if needs.accelerator == "cuda":
         import torch
 
+        # the target is held whole by every process, on one accelerator
         have = (
-            sum(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())) / _GIB
+            max(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())) / _GIB
             if torch.cuda.is_available()
             else 0.0
         )
@@ -49,8 +49,8 @@ def missing_requirements(recipe: Recipe, *, output: Path) -> list[str]:
             missing.append("a CUDA accelerator: none is visible here (requirements.accelerator)")
         elif have < needs.accelerator_memory_gib:
             missing.append(
-                f"{needs.accelerator_memory_gib:.0f} GiB of accelerator memory: {have:.0f} GiB are visible here "
-                "(requirements.accelerator_memory_gib)"
+                f"{needs.accelerator_memory_gib:.0f} GiB of memory on one accelerator: the largest here has "
+                f"{have:.0f} GiB (requirements.accelerator_memory_gib)"
             )
     else:
         free = psutil.virtual_memory().available / _GIB
@@ -65,7 +65,13 @@ def missing_requirements(recipe: Recipe, *, output: Path) -> list[str]:
                 files_here(source)
             except DataError as error:
                 missing.append(f"data.{part}.{source.name}.source: {error.message}; {error.mend}")
-    together, started = recipe.training.sequence_parallel, int(os.environ.get("WORLD_SIZE", "1"))
+    from angelspec.training.distributed import announced_ranks
+
+    together, started = recipe.training.sequence_parallel, announced_ranks()
+    if started > 1 and recipe.training.features == "memory":
+        missing.append(
+            f"features that {started} processes can share: training.features=memory is for one; use disk or online"
+        )
     if started % together:
         missing.append(
             f"a multiple of {together} processes that share rows (training.sequence_parallel): {started} started; "

@@ -41,14 +41,14 @@ class Store:
         self.root.mkdir(parents=True, exist_ok=True)
         return FileLock(self.root / f".{stage.name}-{name}.lock")
 
-    def finished(self, stage: Stage, name: str) -> StageResult | None:
-        """The finished stage of that fingerprint, if there is one."""
-        folder = self.folder(stage, name)
+    @staticmethod
+    def finished(folder: Path) -> StageResult | None:
+        """The finished stage in that folder, if it is finished."""
         if not (folder / _DONE).is_file():
             return None
         record = read_json(folder / _DONE)
         output = StageOutput(record["digest"], record["summary"])
-        return StageResult(folder, name, output, record["seconds"], reused=True)
+        return StageResult(folder, record["fingerprint"], output, record["seconds"], reused=True)
 
     def finish(self, stage: Stage, name: str, output: StageOutput, *, seconds: float, inputs: Mapping) -> StageResult:
         """Mark a stage finished."""

@@ -19,13 +19,12 @@ from angelspec.pipeline.data_stages import packed_rows
 from angelspec.pipeline.estimates import amounts
 from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
 from angelspec.targets.target import Target
-from angelspec.training.families import what_training_reads
+from angelspec.training.distributed import announced_ranks
+from angelspec.training.families import WITHOUT_EFFECT, what_training_reads
 from angelspec.training.run import make_features, train_drafter, trained_weights
 
 WEIGHTS = "drafter.safetensors"
 """The stage's best weights, in float32 and our key names."""
-_REPORTING = {"stages", "tracker", "log_every", "save_every", "keep_checkpoints"}
-"""Training values that change no weight."""
 
 
 def section_of(recipe: Recipe, index: int) -> TrainingSection:
@@ -51,12 +50,16 @@ def _training_stage(recipe: Recipe, index: int) -> Stage:
         start = recipe.drafter.initial_checkpoint if index == 0 else None
         config = recipe.drafter_config()
         training = what_training_reads(section_of(recipe, index), config)
+        rows = recipe.training.rows_per_step * announced_ranks() // recipe.training.sequence_parallel
         initial = None
         if start is not None:
             initial = start if start == TARGET_LAYER else _tensors_digest(_initial_weights(recipe))
         return {
             "drafter": config.model_dump(mode="json"),
-            "training": {key: value for key, value in training.items() if key not in _REPORTING},
+            "training": {
+                **{key: value for key, value in training.items() if key not in {*WITHOUT_EFFECT, "stages"}},
+                "rows_per_step": rows,
+            },
             "stage": training["stages"][0],
             "target_dtype": recipe.target.dtype,
             "initial": initial,

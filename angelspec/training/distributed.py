@@ -67,10 +67,7 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        if self.world_size == 1:
-            return flag
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        return bool(self.sum(torch.tensor(int(flag), device=device)))
+        return flag if self.world_size == 1 else bool(self.sum(torch.tensor(int(flag))))
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add up replicated gradients over the ranks, as one flat buffer. Sharded ones are summed by FSDP."""
@@ -88,6 +85,11 @@ class Ranks:
             parameter.grad.copy_(part.view_as(parameter))
 
 
+def announced_ranks() -> int:
+    """How many ranks the launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def connect(device: str = "cpu") -> Ranks:
     """Join the ranks that a launcher (torchrun) announced in the environment; alone without one.
 
@@ -95,18 +97,19 @@ def connect(device: str = "cpu") -> Ranks:
         MissingRequirement: the environment announces ranks but torch has no distributed backend.
     """
     if not dist.is_available():
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if announced_ranks() > 1:
             raise MissingRequirement(
                 "WORLD_SIZE is above 1 but this torch was built without torch.distributed",
                 mend="install a torch build with distributed support, or start one process",
             )
         return Ranks()
     if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        if announced_ranks() <= 1:
             return Ranks()
         if device.startswith("cuda"):
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        # counters live on the CPU, which nccl does not serve
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
     mesh = init_device_mesh(device.split(":")[0], (dist.get_world_size(),), mesh_dim_names=("data",))
     return Ranks(dist.get_rank(), dist.get_world_size(), mesh)
 

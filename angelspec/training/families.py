@@ -22,6 +22,12 @@ from angelspec.training.steps import TrainingStep
 if TYPE_CHECKING:
     from angelspec.data.dataset import PackedRows
 
+WITHOUT_EFFECT = frozenset(
+    {
+        "tracker", "log_every", "save_every", "keep_checkpoints", "sharding", "sequence_parallel", "recompute_depths",
+    }
+)  # fmt: skip
+"""Training values that change no weight, or its last bits only."""
 _ONLY_BLOCKS = ("anchors_per_row",)
 _ONLY_MTP = ("on_policy", "recompute_depths", "sequence_parallel")
 

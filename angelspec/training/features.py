@@ -249,7 +249,8 @@ def write_shards(
             if progress is not None:
                 progress(min(start + ROWS_PER_EXTRACTION, last), num_rows)
         path = _shard_path(folder, shard)
-        temporary = path.with_name(f".{path.name}.tmp")
+        # another run may fill the same folder: a pack's features serve all drafters that tap alike
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         save_file(
             {
                 "taps": torch.cat([part.taps_RTF for part in parts]),

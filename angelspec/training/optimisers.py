@@ -209,6 +209,7 @@ class Optimiser:
                     if isinstance(optimiser, Muon):
                         state["momentum_buffer"] = torch.zeros_like(parameter)
                     else:
-                        state["step"] = torch.zeros((), dtype=torch.float32)
+                        device = parameter.device if group.get("fused") else "cpu"
+                        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
                         state["exp_avg"] = torch.zeros_like(parameter)
                         state["exp_avg_sq"] = torch.zeros_like(parameter)

@@ -17,7 +17,7 @@ from angelspec.core.recipe import TrainingSection
 from angelspec.drafters.families import Drafter, build_drafter
 from angelspec.training.checkpoints import Checkpoints
 from angelspec.training.distributed import Ranks, connect, equalise, shard, share_rows
-from angelspec.training.families import held_out_measure, training_step, what_training_reads
+from angelspec.training.families import WITHOUT_EFFECT, held_out_measure, training_step, what_training_reads
 from angelspec.training.features import (
     FeatureSource,
     MemoryFeatures,
@@ -32,13 +32,6 @@ from angelspec.training.precision import product_dtype
 if TYPE_CHECKING:
     from angelspec.data.dataset import PackedRows
     from angelspec.targets.target import Target
-
-
-_WITHOUT_EFFECT = {
-    "tracker", "log_every", "save_every", "keep_checkpoints", "rows_per_step", "sharding", "sequence_parallel",
-    "recompute_depths",
-}  # fmt: skip
-"""Training values that change no weight but by rounding (rows per step are compared over all ranks)."""
 
 
 def make_features(
@@ -78,7 +71,8 @@ def run_identity(
 ) -> str:
     """Name of everything the weights of a run depend on. What only changes speed or reporting is left out."""
     described = what_training_reads(section, config)
-    described = {key: value for key, value in described.items() if key not in _WITHOUT_EFFECT}
+    # the loop compares the rows of a step over all ranks
+    described = {key: value for key, value in described.items() if key not in {*WITHOUT_EFFECT, "rows_per_step"}}
     start: Any = None
     if initial is not None:
         start = {name: [list(t.shape), float(t.double().sum())] for name, t in sorted(initial.items())}

@@ -16,6 +16,7 @@ from angelspec.core.recipe_files import load_recipe
 from angelspec.pipeline.compare_run import run_comparison
 from angelspec.pipeline.requirements import missing_requirements
 from angelspec.pipeline.session import Session
+from angelspec.pipeline.training_stages import training_stages
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "angelspec")
@@ -74,7 +75,22 @@ def test_ranks_that_can_not_share_rows_are_refused_before_anything_runs(monkeypa
     (missing,) = missing_requirements(recipe, output=tmp_path)
     assert "torchrun --nproc-per-node 2 -m angelspec recipe run tiny-mtp-llama" in missing
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert missing_requirements(recipe, output=tmp_path) == []
+    (missing,) = missing_requirements(recipe, output=tmp_path)
+    assert "training.features=memory is for one; use disk or online" in missing
+    online = load_recipe("tiny-mtp-llama", overrides=["training.sequence_parallel=2", "training.features=online"])
+    assert missing_requirements(online, output=tmp_path) == []
+
+
+def test_the_rows_of_a_step_name_a_training_whatever_number_of_ranks_shares_them(monkeypatch):
+    def inputs(ranks: int, *overrides: str) -> object:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        recipe = load_recipe("tiny-mtp-llama", overrides=["training.features=online", *overrides])
+        return training_stages(recipe)[0].inputs(recipe)
+
+    one = inputs(1, "training.rows_per_step=4")
+    assert inputs(4, "training.rows_per_step=1", "training.sharding=shard") == one
+    assert inputs(4, "training.rows_per_step=2", "training.sequence_parallel=2") == one
+    assert inputs(4, "training.rows_per_step=4") != one
 
 
 def test_a_comparison_is_run_by_one_process(monkeypatch, tmp_path):

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from angelspec.cli.main import cli
+from angelspec.core.errors import Interrupted
 from angelspec.core.files import read_json
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe_files import load_recipe
@@ -13,6 +16,11 @@ from angelspec.drafters.checkpoint import inspect_checkpoint
 from angelspec.evaluation.report import Report
 from angelspec.pipeline.progress import Meter, Progress
 from angelspec.pipeline.recipe_run import run_recipe
+from angelspec.pipeline.record import RunRecord
+from angelspec.pipeline.runner import run_stages
+from angelspec.pipeline.session import Session
+from angelspec.pipeline.stages import stages_of
+from angelspec.pipeline.store import Store
 
 NAME = "tiny-dfly-llama"
 
@@ -194,3 +202,37 @@ def test_given_answers_need_no_rollout(tmp_path):
 def test_high_think_is_another_rollout_with_another_manifest(tmp_path):
     drafter = run(tmp_path, "mode=high-think", "evaluation.temperatures=[0]")
     assert DrafterManifest.read(drafter).mode == "high-think"
+
+
+def test_a_run_that_waits_for_another_says_so(tmp_path):
+    recipe = load_recipe(NAME)
+    store, progress = Store(tmp_path / "store"), Recorder()
+    stage = stages_of(recipe)[0]
+    lock = store.lock(stage, store.name_of(stage, recipe, {}))
+    waited = []
+
+    def say(text, said=progress.say):
+        said(text)
+        if "waiting" in text:
+            waited.append(text)
+            lock.release()
+
+    progress.say = say
+    with lock:
+        run_stages(
+            [stage], recipe, store=store, session=Session(recipe), progress=progress, record=RunRecord(tmp_path / "run")
+        )
+    assert waited == ["[1/1] target: another run works on it; waiting for that"]
+
+
+@pytest.mark.parametrize(
+    "stop", [KeyboardInterrupt(), Interrupted("training stopped at step 3; its checkpoint is saved")]
+)
+def test_a_command_that_was_stopped_says_how_to_go_on(monkeypatch, stop):
+    def stopped(*arguments, **settings):
+        raise stop
+
+    monkeypatch.setattr("angelspec.pipeline.recipe_run.run_recipe", stopped)
+    done = CliRunner().invoke(cli, ["recipe", "run", NAME])
+    assert done.exit_code == 130 and done.output.endswith("run the same command again to go on from here\n")
+    assert "error" not in done.output

@@ -359,3 +359,16 @@ def test_a_missing_file(tmp_path):
 def test_checking_files_loads_no_torch():
     code = "import sys, angelspec.data.check; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_repeated_rows_without_an_id_are_read_once_and_noted(tmp_path):
+    rows = [{"prompt": f"question {number % 3}"} for number in range(30)]
+    result = check_files([write(tmp_path / "log.jsonl", rows)], responses="rollout")
+    assert result["accepted"] == 3 and result["rejected"] == []
+    assert notes(result) == dict.fromkeys(range(4, 31), "duplicate-content")
+
+
+def test_a_list_of_texts_under_a_prompt_key_is_a_conversation_s_user_turns(tmp_path):
+    path = write(tmp_path / "bench.jsonl", [{"prompt": ["Write a poem.", "Now shorten it."]}, {"prompt": ["a", 3]}])
+    result = check_files([path], responses="rollout")
+    assert result["accepted"] == 1 and list(reasons(result)) == [2]

@@ -2,12 +2,13 @@
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from target_builders import tiny_cache, tiny_target, user
 
-from angelspec.core.errors import AngelspecError, DataError
+from angelspec.core.errors import AngelspecError, DataError, MissingRequirement
 from angelspec.core.recipe import RolloutSection
 from angelspec.data import rollout
 from angelspec.data.answers import Prompt, read_answers
@@ -138,6 +139,24 @@ def test_processes_follow_cores_shards_and_memory(monkeypatch):
     memory.available = 3 * 2**30
     monkeypatch.setattr(rollout.torch, "get_num_threads", lambda: 16)
     assert plan_processes(target, SECTION, shards=shards) == (2, 8)
+
+
+def test_a_batch_that_an_accelerator_can_not_hold_is_refused_before_it_runs(monkeypatch):
+    real = tiny_target("llama")
+    target = SimpleNamespace(
+        device=torch.device("cuda"), geometry=real.geometry, embedding_VD=real.embedding_VD, model=real.model
+    )
+    shards = [asked(real)[:3]]
+    geometry = real.geometry
+    longest = max(len(prompt.tokens) for prompt in shards[0]) + SECTION.max_new_tokens
+    row = longest * 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * 4
+    free = {"bytes": int(row * SECTION.batch_size / 0.85) + 100}
+    monkeypatch.setattr(rollout.torch.cuda, "mem_get_info", lambda device: (free["bytes"], 0))
+    assert plan_processes(target, SECTION, shards=shards) == (1, 1)
+    free["bytes"] = int(2.5 * row / 0.85)
+    with pytest.raises(MissingRequirement, match="keys and values") as caught:
+        plan_processes(target, SECTION, shards=shards)
+    assert "rollout.batch_size to at most 2," in caught.value.mend
 
 
 def test_threads_are_given_back(tmp_path):

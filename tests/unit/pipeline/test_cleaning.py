@@ -19,6 +19,7 @@ from angelspec.core.repositories import Repository
 from angelspec.hub import pull
 from angelspec.hub.transport import RemoteFile
 from angelspec.pipeline.cleaning import find_items, parse_age, parse_size, remove
+from angelspec.pipeline.record import RunRecord
 from angelspec.targets.sources import BUILD_LOCK, building, materialise
 
 
@@ -260,3 +261,14 @@ def test_what_is_neither():
     for parse, text in ((parse_size, "much"), (parse_size, "3 XB"), (parse_age, "30"), (parse_age, "old")):
         with pytest.raises(AngelspecError, match=text):
             parse(text)
+
+
+def test_what_an_interrupted_run_has_entered_is_named_by_it(disk):
+    store = disk / "runs" / "store"
+    record = RunRecord(disk / "runs" / "tried")
+    record.enter("rollout", store / ("rollout-" + "c" * 16))
+    record.enter("train", store / ("train-" + "a" * 16))
+    named = {item.path.name: item.named_by for item in find_items(disk / "runs") if item.what == "stage"}
+    assert "run tried" in named["rollout-" + "c" * 16] and named["train-" + "a" * 16] == ("run tried",)
+    RunRecord(disk / "runs" / "tried")  # the next run in the folder enters other stages
+    assert not next(i for i in find_items(disk / "runs") if i.path.name == "train-" + "a" * 16).named_by

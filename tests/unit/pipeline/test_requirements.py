@@ -38,10 +38,10 @@ def test_too_little_accelerator_memory_is_said_in_numbers(monkeypatch):
         total_memory = 24 * 2**30
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)  # the target lies whole on one
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: Card)
     missing = missing_requirements(load_recipe("qwen3-8b-dfly-nothink"), output=Path())
-    assert any("75 GiB of accelerator memory: 24 GiB" in item for item in missing)
+    assert any("75 GiB of memory on one accelerator: the largest here has 24 GiB" in item for item in missing)
 
 
 def test_files_that_do_not_exist_stop_a_run_before_the_target_is_fetched():
