@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from transformers import AutoConfig
+
 from angelspec.core.engine import ALGORITHM, RAGGED_BACKENDS
 from angelspec.core.errors import AngelspecError
 from sglang_ext.compat import CustomSpecAlgo, SpeculativeAlgorithm
@@ -56,7 +58,8 @@ class AngelSpecAlgorithm(CustomSpecAlgo):
         refuse_unsupported(server_args)
         check_applied()
         plan = current_plan()
-        server_args.speculative_draft_model_path = str(draft_folder(plan, ranks=server_args.tp_size))
+        folder = draft_folder(plan, ranks=server_args.tp_size, dtype=target_dtype(server_args))
+        server_args.speculative_draft_model_path = str(folder)
         if server_args.attention_backend == "trtllm_mha" and not server_args.speculative_draft_attention_backend:
             server_args.speculative_draft_attention_backend = "fa4"  # trtllm_mha can't look both ways in a block
         server_args.speculative_num_steps = 1
@@ -76,6 +79,24 @@ class AngelSpecAlgorithm(CustomSpecAlgo):
         return SpeculativeAlgorithm.DSPARK.build_disagg_draft_input(*args, **kwargs)
 
 
+def target_dtype(server_args: Any) -> str | None:
+    """The target's precision by its name in a config.json; None: it is not known yet (the worker compares).
+
+    Left to itself, SGLang loads a model whose configuration names none in float16.
+    """
+    named = server_args.dtype
+    if named not in (None, "auto"):
+        return {"half": "float16", "float": "float32"}.get(named, named)
+    try:
+        config = AutoConfig.from_pretrained(
+            server_args.model_path, revision=server_args.revision, trust_remote_code=server_args.trust_remote_code
+        )
+    except (OSError, ValueError):
+        return None
+    dtype = config.get_text_config().dtype
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
 def refuse_unsupported(server_args: Any) -> None:
     """Raises UnsupportedError, naming every argument that rules the extension out."""
     wrong = []
@@ -89,12 +110,22 @@ def refuse_unsupported(server_args: Any) -> None:
             f"--speculative-algorithm {ALGORITHM} does not work with " + ", ".join(wrong),
             mend="leave these out, or serve without the extension",
         )
-    if getattr(server_args, "attention_backend", None) not in (None, *RAGGED_BACKENDS):
-        allowed = ", ".join(f"{name} {backend.where}".strip() for name, backend in RAGGED_BACKENDS.items())
-        raise UnsupportedError(
-            f"attention backend '{server_args.attention_backend}' can't verify rows of different widths",
-            mend=f"use one of: {allowed}",
-        )
+    for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        name = getattr(server_args, field, None)
+        if name is None:
+            continue
+        if name not in RAGGED_BACKENDS:
+            allowed = ", ".join(f"{name} {backend.where}".strip() for name, backend in RAGGED_BACKENDS.items())
+            raise UnsupportedError(
+                f"--{field.replace('_', '-')} '{name}' can't verify rows of different widths",
+                mend=f"use one of: {allowed}",
+            )
+        on_gpu = str(getattr(server_args, "device", "cpu")).startswith("cuda")
+        if on_gpu and not RAGGED_BACKENDS[name].graphs and not getattr(server_args, "disable_cuda_graph", False):
+            raise UnsupportedError(
+                f"attention backend '{name}' verifies rows of different widths without CUDA graphs only",
+                mend="add --disable-cuda-graph, or use a backend with graphs (fa3, fa4, trtllm_mha)",
+            )
 
 
 def _delegate(name: str) -> Any:

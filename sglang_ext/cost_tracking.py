@@ -6,7 +6,9 @@ part is scaled by what it really took, and the rest of a step is added by batch 
 
     seconds = sum_d scale_d draft_d(n_d) + scale_v verify(B, T) + rest(B)
 
-Scales are running means of log ratios, the rest is a running mean per batch size; both forget.
+Steps without drafts (T = B) have a scale of their own: what makes wide steps slower than profiled, such as attention
+over long contexts, need not make those slower, and it is them that drafting must beat. Scales are running means of log
+ratios, the rest is a running mean per batch size; both forget.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ _DRIFT = 0.03
 
 class _Mean:
     def __init__(self) -> None:
-        self.value, self.count = 0.0, 0
+        self.value, self.count = 0.0, 0.0
 
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.value += max(_SHARE, 1 / self.count) * (value - self.value)
+    def add(self, value: float, *, weight: float = 1.0) -> None:
+        self.count += weight
+        self.value += weight * max(_SHARE, 1 / max(self.count, 1.0)) * (value - self.value)
 
 
 class CostTracker:
@@ -42,7 +44,7 @@ class CostTracker:
 
     def __init__(self, profiled: StepCosts) -> None:
         self._profiled = profiled
-        self._verify = _Mean()
+        self._plain, self._wide = _Mean(), _Mean()
         self._draft: dict[str, _Mean] = {name: _Mean() for name in profiled.drafting}
         self._rest: dict[int, _Mean] = {}
         self._given = self._state()
@@ -71,12 +73,14 @@ class CostTracker:
         costs = self._profiled
         expected = costs.verify_seconds(batch_size, slots)
         if expected:
-            self._verify.add(_bounded(math.log(verify_seconds / expected)))
-        if len(drafted) == 1:  # with several, whose share is whose is not known
-            ((name, rows),) = drafted.items()
-            expected = costs.draft_seconds(name, rows)
-            if expected and draft_seconds > 0:
-                self._draft[name].add(_bounded(math.log(draft_seconds / expected)))
+            scale = self._plain if slots == batch_size else self._wide
+            scale.add(_bounded(math.log(verify_seconds / expected)))
+        shares = {name: costs.draft_seconds(name, rows) or 0.0 for name, rows in drafted.items()}
+        expected = sum(shares.values())
+        if expected and draft_seconds > 0:
+            ratio = _bounded(math.log(draft_seconds / expected))
+            for name, share in shares.items():  # which of several took longer is not known: all did, by their shares
+                self._draft[name].add(ratio, weight=share / expected)
         if rest_seconds is not None:
             self._rest.setdefault(batch_size, _Mean()).add(min(rest_seconds, verify_seconds))
 
@@ -88,7 +92,8 @@ class CostTracker:
     def current(self) -> StepCosts:
         """The profiled costs, made true."""
         self._given = self._state()
-        costs, scale = self._profiled, math.exp(self._verify.value)
+        costs = self._profiled
+        plain, wide = (math.exp(value) for value in self._verify_scales())
         return costs.model_copy(
             update={
                 "drafting": {
@@ -102,12 +107,19 @@ class CostTracker:
                     VerifyPoint(
                         batch_size=point.batch_size,
                         slots=point.slots,
-                        seconds=point.seconds * scale + self._rest_of(point.batch_size),
+                        seconds=point.seconds * (plain if point.slots == point.batch_size else wide)
+                        + self._rest_of(point.batch_size),
                     )
                     for point in costs.verification
                 ),
             }
         )
+
+    def _verify_scales(self) -> tuple[float, float]:
+        """Log scales of steps without drafts and of wider ones; a kind that was not seen takes the other's."""
+        if not self._plain.count:
+            return self._wide.value, self._wide.value
+        return self._plain.value, self._wide.value if self._wide.count else self._plain.value
 
     def _rest_of(self, batch_size: int) -> float:
         """Of the nearest batch size that was seen; 0: none was."""
@@ -117,7 +129,7 @@ class CostTracker:
     def _state(self) -> list[float]:
         plain = self._profiled.verify_seconds(1, 1) or 1.0
         return [
-            self._verify.value,
+            *self._verify_scales(),
             *(mean.value for mean in self._draft.values()),
             self._rest_of(1) / plain,
             self._rest_of(1 << 30) / plain,

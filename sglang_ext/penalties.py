@@ -7,6 +7,7 @@ token is the anchor: feeding that gives what plain decoding without overlap give
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +39,13 @@ class RowPenalties:
     """The penalizers of one request.
 
     Args:
-        req: SGLang's request; what it has put out already (before a retraction) is fed at once.
+        req: SGLang's request.
+        already_put_out: its tokens before the last prefill, which are fed at once.
         vocab_size: of the logits.
         device: of the logits.
     """
 
-    def __init__(self, req: Any, *, vocab_size: int, device: str) -> None:
+    def __init__(self, req: Any, *, already_put_out: Sequence[int], vocab_size: int, device: str) -> None:
         self._batch = _Batch([req], device)  # the orchestrator holds it by a weak reference
         self._orchestrator = compat.BatchedPenalizerOrchestrator(
             vocab_size=vocab_size,
@@ -55,7 +57,7 @@ class RowPenalties:
                 compat.BatchedRepetitionPenalizer,
             },
         )
-        for token in req.output_ids:
+        for token in already_put_out:
             self._orchestrator.cumulate_output_tokens(torch.tensor([token], device=device))
 
     def apply(self, anchor_1: Tensor, logits_1V: Tensor) -> None:

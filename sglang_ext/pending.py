@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from sglang_ext.transfer import on_device
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,10 @@ class PendingStates:
         request_N, position_N = self._places(slots, starts, counts)
         index_N = position_N % self.capacity
         next_N = self._token_RC[request_N, (position_N + 1) % self.capacity]
-        row_N = self._repeat(range(len(slots)), counts)
-        length_N = torch.tensor([self.length[slot] for slot in slots], device=self._device)[row_N]
-        next_N = torch.where(position_N + 1 == length_N, anchors[row_N], next_N)
-        ends = torch.tensor(counts, device=self._device).cumsum(0)
-        last_B = ends[torch.tensor([count > 0 for count in counts], device=self._device)] - 1
+        last = [end - 1 for end, count in zip(accumulate(counts), counts, strict=True) if count]
+        some = [row for row, count in enumerate(counts) if count]
+        last_B, row_B = on_device([last, some], self._device)
+        next_N = next_N.index_copy(0, last_B, anchors[row_B])  # what follows the newest is the anchor
         return Waiting(
             self._taps_RCF[request_N, index_N],
             self._hidden_RCD[request_N, index_N],
@@ -120,10 +122,8 @@ class PendingStates:
             last_B,
         )
 
-    def _repeat(self, values: Iterable[int], counts: Sequence[int]) -> Tensor:
-        repeated = [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
-        return torch.tensor(repeated, dtype=torch.int64, device=self._device)
-
     def _places(self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        requests = [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)]
         positions = [start + i for start, count in zip(starts, counts, strict=True) for i in range(count)]
-        return self._repeat(slots, counts), torch.tensor(positions, dtype=torch.int64, device=self._device)
+        request_N, position_N = on_device([requests, positions], self._device)
+        return request_N, position_N

@@ -30,7 +30,7 @@ from sglang_ext.settings import EnginePlan
 logger = logging.getLogger(__name__)
 CONTEXT = 192
 """Tokens per row while measuring."""
-_REVISION = 2
+_REVISION = 3
 """Raised when the extension's own part of a step takes another time than before."""
 _ROUNDS = 3
 _SECONDS_AT_MOST = 45.0
@@ -55,7 +55,9 @@ def measured_for(plan: EnginePlan, worker: Any) -> MeasuredFor:
             "dtype": str(runner.dtype).removeprefix("torch."),
             "attention_backend": type(runner.attn_backend).__name__,
             "max_running_requests": int(compat.get_schedule().max_running_requests or 0),
-            "cuda_graphs": runner.decode_cuda_graph_runner is not None,
+            "draft_backend": type(worker.draft_model_runner.attn_backend).__name__,
+            "kv_cache_dtype": str(runner.kv_cache_dtype).removeprefix("torch."),
+            "cuda_graphs": ", ".join(map(str, graph_tiers(runner))),
             "quantization": runner.model_config.quantization,
             "overlap": not compat.get_schedule().disable_overlap_schedule,
             "page_size": worker.page_size,
@@ -111,11 +113,15 @@ def _known_costs(plan: EnginePlan, here: MeasuredFor, kept: Path) -> StepCosts |
     return None
 
 
+def graph_tiers(runner: Any) -> tuple[int, ...]:
+    """Slots of the captured graphs, ascending."""
+    graphs = runner.decode_cuda_graph_runner
+    return tuple(sorted(graphs.capture_num_tokens or ())) if graphs is not None else ()
+
+
 def padded_slots(runner: Any, slots: int) -> int:
     """Slots that a verification of so many takes: those of the smallest captured graph that holds them."""
-    graphs = runner.decode_cuda_graph_runner
-    tiers = (graphs.capture_num_tokens or ()) if graphs is not None else ()
-    return min((tier for tier in tiers if tier >= slots), default=slots)
+    return next((tier for tier in graph_tiers(runner) if tier >= slots), slots)
 
 
 class Profiler:
@@ -159,8 +165,7 @@ class Profiler:
         logger.info("measured the costs of a step in %.1f s", seconds)
         for slot in range(1, sizes[-1] + 1):
             self._drafts.pending.reset(slot, 0)
-        graphs = self._worker.model_runner.decode_cuda_graph_runner
-        tiers = tuple(sorted(graphs.capture_num_tokens or ())) if graphs is not None else ()
+        tiers = graph_tiers(self._worker.model_runner)
         return StepCosts(prefix_tokens=self._context, drafting=drafting, verification=tuple(verification), tiers=tiers)
 
     def _time(self, run: Callable[[], Any]) -> float:
@@ -190,6 +195,7 @@ class Profiler:
         )
         ids = torch.ones(size * wide + more, dtype=torch.int64, device=device)
         positions = F.pad((length_B[:, None] + torch.arange(wide, device=device)).flatten(), (0, more))
+        window_index = F.pad(torch.arange(size * wide, device=device), (0, more), value=-1)
 
         def run() -> Any:
             info = compat.DFlashVerifyInput(
@@ -210,7 +216,7 @@ class Profiler:
                 input_ids=ids,
                 req_pool_indices=request_B,
                 seq_lens=length_B,
-                out_cache_loc=F.pad(plan.write_virtual, (0, more)),
+                out_cache_loc=plan.write_virtual,
                 seq_lens_sum=sum(lengths) + size * wide,
                 seq_lens_cpu=torch.tensor(lengths) + wide,
                 positions=positions,
@@ -218,7 +224,7 @@ class Profiler:
                 spec_info=info,
                 capture_hidden_mode=compat.CaptureHiddenMode.FULL,
             )
-            plan.bind(batch, translator)
+            plan.bind(batch, translator, cols=window_index)  # what pads a graph is written to the sink
             graphs = runner.decode_cuda_graph_runner
             if graphs is not None and graphs.can_run_graph(batch):
                 graphs.load_batch(batch)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from angelspec.core.bundle import Bundle
 from angelspec.core.classifier import classify_text
 from angelspec.core.errors import RequestError
@@ -18,7 +20,7 @@ from sglang_ext.penalties import RowPenalties, is_penalised
 
 RESOLVED_KEY = "angelspec"
 """Key of ``custom_params`` under which the HTTP process hands its findings to the scheduler."""
-_KEEP_IDLE, _LOOK_EVERY = 4096, 256
+_KEEP_IDLE, _LOOK_EVERY = 4096, 32
 """Requests that were not seen for so many steps are forgotten, and how often it is looked for them."""
 
 
@@ -42,10 +44,12 @@ class ServedRequest:
     """Of the request pool, since its last prefill."""
     prefilled_to: int = 0
     """Where its last prefill ended."""
-    anchor: int | None = None
-    """Its newest token, that has no states yet."""
+    anchor: Tensor | None = None
+    """Its newest token, that has no states yet, [1] on the device."""
     penalties: RowPenalties | None = None
-    """Only where it has any."""
+    """Only where it has any, from its first step of decoding on."""
+    already_put_out: tuple[int, ...] = ()
+    """Tokens before its last prefill (it was retracted), for the penalties; only where it has any."""
     broken_drafts: int = 0
     """Drafts that were not finite."""
 
@@ -140,10 +144,15 @@ class RequestBook:
         return self._by_rid.pop(rid, None)
 
     def forget_idle(self) -> list[ServedRequest]:
-        """Now and then, forget the requests that have not been seen for long (some ends are not announced)."""
+        """Now and then, forget the requests that have ended unannounced (with their first token), or were not seen for
+        long."""
         if self._step % _LOOK_EVERY:
             return []
-        idle = [known for known in self._by_rid.values() if self._step - known.last_step > _KEEP_IDLE]
+        idle = [
+            known
+            for known in self._by_rid.values()
+            if self._step - known.last_step > (0 if known.req.finished() else _KEEP_IDLE)
+        ]
         for known in idle:
             del self._by_rid[known.rid]
         return idle

@@ -193,13 +193,19 @@ def current_plan() -> EnginePlan:
     return place_drafters(load_bundle(Path(name)))
 
 
-def draft_folder(plan: EnginePlan, *, ranks: int = 1) -> Path:
+def draft_folder(plan: EnginePlan, *, ranks: int = 1, dtype: str | None = None) -> Path:
     """The folder that describes the draft model to SGLang, in the user's cache; written where it is not there yet.
 
     SGLang divides a model's heads by the number of tensor-parallel ranks. Every rank holds the drafters whole, so the
     folder says that there are as many times more.
+
+    Args:
+        plan: what is served.
+        ranks: of tensor parallelism.
+        dtype: the target's, which the drafters are loaded in; None: not known.
     """
-    folder = cache_folder() / "engines" / (plan.digest if ranks == 1 else f"{plan.digest}-{ranks}")
+    name = "-".join(str(part) for part in (plan.digest, ranks if ranks > 1 else None, dtype) if part)
+    folder = cache_folder() / "engines" / name
     config = plan.places[0].config
     document = {
         # a type that transformers knows and whose unknown keys it keeps
@@ -224,6 +230,7 @@ def draft_folder(plan: EnginePlan, *, ranks: int = 1) -> Path:
         "markov_rank": 1,  # SGLang's DSPARK insists on one; nothing of it is built
         "markov_head_type": "vanilla",
         "angelspec_plan": plan.digest,
+        **({} if dtype is None else {"dtype": dtype}),
     }
     if not (folder / "config.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from sglang_ext import compat
 from sglang_ext.profiling import padded_slots
 from sglang_ext.requests import ServedRequest
+from sglang_ext.transfer import on_device
 
 
 class _Packed(NamedTuple):
@@ -58,8 +58,8 @@ def verify(executor: Any, runner: Any, batch: Any, window: Any, block_BW: Tensor
     widths = [number + 1 for number in kept]
     total, padded = sum(widths), padded_slots(runner, sum(widths))
     layout = compat.RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=widths, device=device, grid=[padded])
-    row_N = torch.tensor([row for row, wide in enumerate(widths) for _ in range(wide)], device=device)
-    offset_N = torch.tensor([slot for wide in widths for slot in range(wide)], device=device)
+    rows = [row for row, wide in enumerate(widths) for _ in range(wide)]
+    row_N, offset_N = on_device([rows, [slot for wide in widths for slot in range(wide)]], device)
     packed = _Packed(
         verify_ids=block_BW[row_N, offset_N],
         positions=window.positions_2d[row_N, offset_N],

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,10 +40,11 @@ from sglang_ext.prometheus import Exporter
 from sglang_ext.ranks import Ranks
 from sglang_ext.requests import RequestBook, ServedRequest
 from sglang_ext.settings import check_target, current_plan
+from sglang_ext.transfer import on_device
 from sglang_ext.verification import add_logprobs, adjust_logits, verify
 
 logger = logging.getLogger(__name__)
-_WAIT_ON_CPU, _WAIT_ON_GPU = 32, 1
+_WAITING = 32
 """Tokens that may wait for their entries beyond one verification."""
 _LOOK_EVERY = 16
 """Steps between two looks at whether costs have drifted."""
@@ -66,6 +68,11 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             )
         check_target(self.plan, TargetGeometry.from_config(target.hf_config.to_dict()))
         super().__init__(*args, **kwargs)
+        if self.draft_model_runner.dtype != self.model_runner.dtype:
+            raise compat.CompatibilityError(
+                f"drafters were loaded in {self.draft_model_runner.dtype} and the target in {self.model_runner.dtype}",
+                mend="name the target's precision with --dtype",
+            )
         self._drop_epilogue()
         self.model_runner.model.logits_processor.keep_last_hidden_states = True
         self.requests = RequestBook(self.plan.bundle)
@@ -79,6 +86,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         self._given_up: list[ServedRequest] = []
         self._owner: dict[int, str] = {}
         self._step_ended: tuple[float, tuple[str, ...]] | None = None
+        self._kept = torch.cuda.Event() if str(self.device).startswith("cuda") else None
+        """When the states of the last step's tokens lie in their rings; None: on a CPU, at once."""
         self.use_costs(None)
 
     # ------------------------------------------------------------------------------------------------ set-up
@@ -125,10 +134,9 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
     def _ready(self) -> DraftRunner:
         if self._drafts is None:
             runner, config = self.draft_model_runner, self.plan.places[0].config
-            waits = _WAIT_ON_CPU if str(self.device) == "cpu" else _WAIT_ON_GPU
             pending = PendingStates(
                 runner.req_to_token_pool.req_to_token.shape[0],
-                capacity=self._width + waits,
+                capacity=self._width + _WAITING,
                 tap_width=len(self.plan.layer_ids) * config.target_hidden_size,
                 hidden_size=config.target_hidden_size,
                 drafters=[place.drafter.name for place in self.plan.places],
@@ -154,8 +162,15 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             self._planner.close(known.rid)
             self._open(known)
         for known in self.requests.forget_idle():
+            if known.req.finished():
+                self._count_finished(known)
             self._planner.close(known.rid)
         return rows
+
+    def _count_finished(self, known: ServedRequest) -> None:
+        self.counters.finish(known)
+        if self._exporter is not None:
+            self._exporter.finish(known)
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """Called when a decoding request ends, before its tokens go to the prefix cache."""
@@ -164,11 +179,10 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         if known is None:
             return
         if known.anchor is not None and known.states_of and self._owner.get(known.slot) == rid:
-            anchor = torch.tensor([known.anchor], device=self.device)
-            self._ready().enter(known.states_of, [known.slot], anchors=anchor)
-        self.counters.finish(known)
-        if self._exporter is not None:
-            self._exporter.finish(known)
+            if self._kept is not None:  # this is another stream than the one that keeps states
+                torch.cuda.current_stream().wait_event(self._kept)
+            self._ready().enter(known.states_of, [known.slot], anchors=known.anchor)
+        self._count_finished(known)
         self._planner.close(known.rid)
 
     # ----------------------------------------------------------------------------------------------- prefill
@@ -199,9 +213,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             continues = start > 0 and mine and drafts.pending.length[slot] == start
             if not continues:
                 drafts.pending.reset(slot, start)
-                if is_penalised(known.req.sampling_params):  # what was decoded before a retraction is fed to new ones
-                    vocabulary = self.model_runner.model_config.vocab_size
-                    known.penalties = RowPenalties(known.req, vocab_size=vocabulary, device=str(self.device))
+            if is_penalised(known.req.sampling_params):  # what was decoded before a retraction is fed to new ones
+                known.penalties, known.already_put_out = None, tuple(known.req.output_ids)
             self._owner[slot], known.slot, known.anchor = known.rid, slot, None
             known.prefilled_to = start + count
             self.counters.prefill(start=start, continues=continues, again=bool(known.record.steps))
@@ -261,6 +274,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         seen = verify(self._verify_executor, self.model_runner, batch, window, block_BW, kept)
         output, row_N, offset_N = seen.output, seen.row_N, seen.offset_N
         info, logits_NV = batch.sampling_info, output.next_token_logits
+        self._open_penalties(rows)
         adjust_logits(batch, rows, logits_NV, row_N, offset_N, block_BW, barrier=grammar_barrier)
         keeps_logits = batch.return_logprob and not (info is None or info.is_all_greedy)
         drawn_N = draw(
@@ -279,10 +293,10 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             add_logprobs(batch, output, outcome.tokens_BW, row_N, offset_N)
         if on_publish is not None:
             on_publish(new_lengths_B)
-        committed = commit_B.tolist()
-        for known, bonus in zip(rows, outcome.bonus_B.tolist(), strict=True):
-            known.anchor = bonus
-        self._keep(drafts, rows, slots, committed, output, block_BW, row_N, offset_N)
+        committed = commit_B.tolist() if step.rows_by_drafter else [1] * size
+        for index, known in enumerate(rows):
+            known.anchor = outcome.bonus_B[index : index + 1]
+        self._keep(drafts, rows, slots, kept, committed, output, block_BW)
         output.hidden_states = output.last_hidden_states = None
         verified = time.perf_counter()
 
@@ -334,7 +348,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         batch: Any, block_BW: Tensor, confidences: list[list[float]],
     ) -> None:  # fmt: skip
         """Draft for some rows; proposals and confidences go where they belong."""
-        index_B = torch.tensor(indices, device=block_BW.device)
+        index_B = on_device(indices, block_BW.device)
         chosen = DraftRows(
             slots=[slots[i] for i in indices],
             request_B=batch.req_pool_indices[index_B],
@@ -365,30 +379,46 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             known.record.why = known.plain_because
             self._given_up.append(known)
 
+    def _open_penalties(self, rows: list[ServedRequest]) -> None:
+        """Penalizers for the rows that need them, at their first step since they were prefilled."""
+        for known in rows:
+            if known.penalties is None and is_penalised(known.req.sampling_params):
+                known.penalties = RowPenalties(
+                    known.req,
+                    already_put_out=known.already_put_out,
+                    vocab_size=self.model_runner.model_config.vocab_size,
+                    device=str(self.device),
+                )
+
     def _keep(
-        self, drafts: DraftRunner, rows: list[ServedRequest], slots: list[int], committed: list[int], output: Any,
-        block_BW: Tensor, row_N: Tensor, offset_N: Tensor,
+        self, drafts: DraftRunner, rows: list[ServedRequest], slots: list[int], kept: list[int], committed: list[int],
+        output: Any, block_BW: Tensor,
     ) -> None:  # fmt: skip
         """The states of the committed tokens wait for their entries."""
         chosen = [index for index, known in enumerate(rows) if known.states_of]
         if not chosen:
             return
-        commit_B = torch.tensor(committed, device=row_N.device)
-        follows_B = torch.tensor([bool(known.states_of) for known in rows], device=row_N.device)
-        keep_N = (offset_N < commit_B[row_N]) & follows_B[row_N]
         by_mode: dict[tuple[str, ...], list[int]] = {}
         for index in chosen:
             by_mode.setdefault(rows[index].states_of, []).append(index)
         for names, indices in by_mode.items():
             room = max(committed[i] for i in indices)
-            drafts.make_room(names, [slots[i] for i in indices], anchors=block_BW[indices, 0], room=room)
+            anchor_B = block_BW[on_device(indices, self.device), 0]
+            if drafts.make_room(names, [slots[i] for i in indices], anchors=anchor_B, room=room):
+                # it read the table of slots after the target did, whose event says that nobody reads it any more
+                self.last_shared_read_runner.shared_read_done_event = None
+        first = [0, *accumulate(number + 1 for number in kept)]
+        token = [(first[i] + step, i, step) for i in chosen for step in range(committed[i])]
+        index_N, row_N, offset_N = on_device([list(part) for part in zip(*token, strict=True)], self.device)
         drafts.pending.append(
             [slots[i] for i in chosen],
             [committed[i] for i in chosen],
-            taps_NF=output.hidden_states[keep_N],
-            hidden_ND=output.last_hidden_states[keep_N],
-            token_N=block_BW[row_N, offset_N][keep_N],
+            taps_NF=output.hidden_states[index_N],
+            hidden_ND=output.last_hidden_states[index_N],
+            token_N=block_BW[row_N, offset_N],
         )
+        if self._kept is not None:
+            self._kept.record()
 
     def _track(self, step: Step, kept: list[int], *, drafting: float, verifying: float) -> None:
         """Keep the costs true by what this step took, from the end of the one before."""

@@ -68,5 +68,7 @@ class DrafterModule(nn.Module):
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Cosine and sine [..., 1, E] of integer positions [...], ready for [..., heads, C]."""
-        cos, sin = rotation(positions, self._rope_frequencies_E.to(positions.device), factor=self._rope_factor)
+        if self._rope_frequencies_E.device != positions.device:  # once: a copy to a GPU waits for what it is doing
+            self._rope_frequencies_E = self._rope_frequencies_E.to(positions.device)
+        cos, sin = rotation(positions, self._rope_frequencies_E, factor=self._rope_factor)
         return cos.to(self.dtype).unsqueeze(-2), sin.to(self.dtype).unsqueeze(-2)

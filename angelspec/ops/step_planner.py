@@ -34,6 +34,9 @@ _STARVED_AFTER = 4
 """A row that was drafted for so many times in a row without a verified proposal is owed one."""
 _PROBE_GAP = 16
 """Steps between two probes of a request with the same drafter."""
+_PLAIN_EVERY = 256
+"""Steps after which one is decoded plainly where all were drafted for: what plain decoding takes is otherwise only
+foretold, and it is what drafting must beat."""
 _PROBE_SLOTS = 0.5
 """What a probe verifies beyond its first proposal, in the time that it drafted."""
 
@@ -117,6 +120,7 @@ class StepPlanner:
         self._estimates, self._depths, self._ratios = estimates, dict(depths), ratios
         self._probes = ProbeBudget() if probes is None else probes
         self._requests: dict[str, _Request] = {}
+        self._since_plain = 0
 
     @classmethod
     def of(cls, bundle: Bundle, costs: StepCosts) -> StepPlanner:
@@ -162,6 +166,11 @@ class StepPlanner:
 
     def begin(self, requests: Sequence[str]) -> Step:
         """Whom to draft for in the next step of these requests."""
+        self._since_plain += 1
+        if self._since_plain > _PLAIN_EVERY and not any(self._requests[request].forced for request in requests):
+            self._since_plain = 0
+            nobody = (None,) * len(requests)
+            return Step(tuple(requests), nobody, DraftPlan(nobody, float(len(requests)), None))
         rows = [
             Row({name: self._estimates.survivals(request, name) for name in known.drafters}, known.forced)
             for request, known in ((request, self._requests[request]) for request in requests)
@@ -169,7 +178,10 @@ class StepPlanner:
         plan = plan_drafting(rows, costs=self._curves, ratios=self._ratios)
         step = Step(tuple(requests), plan.drafters, plan)
         self._probes.earn(plan.expected_tokens, batch_size=len(rows))
-        return self._with_probes(step)
+        step = self._with_probes(step)
+        if not step.rows_by_drafter:
+            self._since_plain = 0
+        return step
 
     def cut(self, step: Step, confidences: Sequence[Sequence[float]]) -> Step:
         """Which of the drafted proposals to verify.

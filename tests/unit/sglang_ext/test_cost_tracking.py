@@ -63,3 +63,24 @@ def test_a_pause_counts_for_little() -> None:
     serve(tracker, 60, verify=1.0, draft=1.0, rest=0.0)
     tracker.observe(1, drafted={}, slots=1, draft_seconds=0.0, verify_seconds=60.0, rest_seconds=None)
     assert (tracker.current().verify_seconds(1, 1) or 0.0) < 0.054 * 1.1
+
+
+def test_what_slows_wide_steps_alone_leaves_plain_ones_as_they_are() -> None:
+    tracker = CostTracker(PROFILED)
+    for step in range(96):
+        slots = 4 if step % 8 == 0 else 32
+        took = (PROFILED.verify_seconds(4, slots) or 0.0) * (1.0 if slots == 4 else 1.6)
+        tracker.observe(4, drafted={}, slots=slots, draft_seconds=0.0, verify_seconds=took, rest_seconds=None)
+    costs = tracker.current()
+    assert costs.verify_seconds(4, 4) == pytest.approx(0.05 + 0.004 * 4)
+    assert costs.verify_seconds(4, 32) == pytest.approx(1.6 * (0.05 + 0.004 * 32))
+
+
+def test_drafters_that_always_draft_together_are_corrected_together() -> None:
+    tracker = CostTracker(PROFILED)
+    both = {"mtp": 1, "dfly": 8}
+    for _ in range(96):
+        tracker.observe(9, drafted=both, slots=9, draft_seconds=1.5 * 0.051, verify_seconds=0.086, rest_seconds=None)
+    costs = tracker.current()
+    assert costs.draft_seconds("mtp", 1) == pytest.approx(1.5 * 0.010, rel=0.01)
+    assert costs.draft_seconds("dfly", 8) == pytest.approx(1.5 * 0.041, rel=0.01)
