@@ -117,7 +117,7 @@ def refuse_unsupported(server_args: Any) -> None:
         if name not in RAGGED_BACKENDS:
             allowed = ", ".join(f"{name} {backend.where}".strip() for name, backend in RAGGED_BACKENDS.items())
             raise UnsupportedError(
-                f"--{field.replace('_', '-')} '{name}' can't verify rows of different widths",
+                f"attention backend '{name}' (--{field.replace('_', '-')}) can't verify rows of different widths",
                 mend=f"use one of: {allowed}",
             )
         on_gpu = str(getattr(server_args, "device", "cpu")).startswith("cuda")

@@ -49,6 +49,9 @@ def test_the_folder_describes_the_whole_model(bundle: Bundle, monkeypatch: pytes
     assert config["num_hidden_layers"] == 4
     assert config["block_size"] == 7
     assert config["target_layer_ids"] == [0, 1, 2]
+    assert "dtype" not in config
+    precise = settings.draft_folder(plan, ranks=2, dtype="bfloat16")
+    assert precise != folder and json.loads((precise / "config.json").read_text())["dtype"] == "bfloat16"
     marker = load_file(folder / "model.safetensors")[settings.MARKER]
     assert bytes(marker.tolist()).decode() == plan.digest
 

@@ -76,12 +76,16 @@ def test_nothing_happens_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> 
         ({"disaggregation_mode": "decode"}, "disaggregated"),
         ({"enable_mixed_chunk": True, "enable_unified_memory": True}, "mixed chunks.*unified memory"),
         ({"attention_backend": "triton"}, "attention backend 'triton'"),
+        ({"attention_backend": "fa3", "prefill_attention_backend": "triton"}, "'triton' .--prefill-attention-backend"),
+        ({"attention_backend": "fa3", "decode_attention_backend": "triton"}, "'triton' .--decode-attention-backend"),
+        ({"attention_backend": "flashinfer", "device": "cuda"}, "without CUDA graphs only"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
     from sglang_ext.algorithm import UnsupportedError, refuse_unsupported
 
     refuse_unsupported(SimpleNamespace(attention_backend="fa3", pp_size=1, enable_lora=None))
+    refuse_unsupported(SimpleNamespace(attention_backend="flashinfer", device="cuda", disable_cuda_graph=True))
     with pytest.raises(UnsupportedError, match=words):
         refuse_unsupported(SimpleNamespace(**changes))
 

@@ -31,7 +31,10 @@ def params(**changes: Any) -> SimpleNamespace:
 
 
 def request(rid: str, *, grammar: Any = None, **changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(rid=rid, sampling_params=params(**changes), grammar=grammar, custom_logit_processor=None)
+    return SimpleNamespace(
+        rid=rid, sampling_params=params(**changes), grammar=grammar, custom_logit_processor=None,
+        finished=lambda: False,
+    )  # fmt: skip
 
 
 def test_a_label_decides_and_the_mode_chooses_the_drafters(bundle: Bundle) -> None:
@@ -101,3 +104,15 @@ def test_requests_whose_end_nobody_told_are_forgotten(bundle: Bundle, monkeypatc
     assert forgotten == ["lost"]
     assert [known.rid for known in book] == ["running"]
     assert book.finish("running") is not None and book.finish("running") is None
+
+
+def test_requests_that_end_with_their_first_token_are_not_kept(bundle: Bundle) -> None:
+    book = RequestBook(bundle)
+    running, classified = request("running"), request("classified")
+    book.rows([running, classified], costs=None)
+    classified.finished = lambda: True
+    forgotten = []
+    for _ in range(32):
+        book.rows([running], costs=None)
+        forgotten += [known.rid for known in book.forget_idle()]
+    assert forgotten == ["classified"] and [known.rid for known in book] == ["running"]
