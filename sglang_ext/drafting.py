@@ -18,6 +18,7 @@ from sglang_ext.models.drafters import AngelSpecDrafters
 from sglang_ext.models.served import ServedMtp
 from sglang_ext.pending import PendingStates, Waiting
 from sglang_ext.ranks import Ranks
+from sglang_ext.transfer import on_device
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,19 @@ class DraftRows:
     """Committed tokens before the anchor, which is the anchor's position."""
     lengths: list[int]
     anchor_B: Tensor
+
+
+@dataclass(frozen=True)
+class PromptRun:
+    """A run of one request's prompt in a prefilled batch."""
+
+    slot: int
+    """Of the request pool."""
+    start: int
+    """Position of its first token."""
+    begin: int
+    """Its tokens in the batch, up to (not including) ``end``."""
+    end: int
 
 
 class DraftRunner:
@@ -50,38 +64,53 @@ class DraftRunner:
 
     @torch.inference_mode()
     def prefill(
-        self, drafters: Sequence[str], slot: int, start: int, *, tokens: Tensor, taps_NF: Tensor, hidden_ND: Tensor
+        self,
+        drafters: Sequence[str],
+        runs: Sequence[PromptRun],
+        *,
+        tokens_N: Tensor,
+        taps_NF: Tensor,
+        hidden_ND: Tensor,
     ) -> None:
-        """Entries for a run of prompt tokens of one request, that continues what was seen of it.
+        """Entries for runs of prompt tokens that continue what was seen of their requests, in one pass per drafter.
 
-        The last token waits: what comes after it is not known yet.
+        A run's last token waits: what comes after it is not known yet, and a drafter that reads that writes its entry
+        again.
 
         Args:
             drafters: names.
-            slot: of the request pool.
-            start: position of the first token.
-            tokens: their ids [N].
+            runs: some or all of the batch's.
+            tokens_N: ids of the whole batch.
             taps_NF: the target's features.
             hidden_ND: the target's last hidden states.
         """
-        count = tokens.shape[0]
-        self.enter(drafters, [slot], anchors=tokens[:1])
-        request_N = torch.full((count,), slot, dtype=torch.int64, device=tokens.device)
-        position_N = torch.arange(start, start + count, device=tokens.device)
+        device, slots = tokens_N.device, [run.slot for run in runs]
+        first_B, last_B = on_device([[run.begin for run in runs], [run.end - 1 for run in runs]], device)
+        self.enter(drafters, slots, anchors=tokens_N[first_B])
+        requests = [run.slot for run in runs for _ in range(run.begin, run.end)]
+        positions = [run.start + i for run in runs for i in range(run.end - run.begin)]
+        request_N, position_N = on_device([requests, positions], device)
+        chosen_N: Tensor | slice = slice(None)
+        if len(requests) < tokens_N.shape[0]:
+            chosen_N = on_device([i for run in runs for i in range(run.begin, run.end)], device)
+        waiting = Waiting(
+            taps_NF[chosen_N],
+            hidden_ND[chosen_N],
+            torch.cat([tokens_N[1:], tokens_N[-1:]])[chosen_N],
+            position_N,
+            request_N,
+            position_N[:0],
+        )
         for name in drafters:
-            lag = self.model.served[name].lag
-            known = slice(0, count - lag)
-            follows = tokens[1:] if lag else tokens  # a drafter without lag does not read what comes after
-            if count > lag:
-                self._write(
-                    name,
-                    Waiting(
-                        taps_NF[known], hidden_ND[known], follows, position_N[known], request_N[known], position_N[:0]
-                    ),
-                )
-            self.pending.enter(name, slot, max(start + count - lag, start))
-        self.pending.length[slot] = start + count - 1  # append counts the last one
-        self.pending.append([slot], [1], taps_NF=taps_NF[-1:], hidden_ND=hidden_ND[-1:], token_N=tokens[-1:])
+            self._write(name, waiting)
+            for run in runs:
+                until = run.start + run.end - run.begin
+                self.pending.enter(name, run.slot, max(until - self.model.served[name].lag, run.start))
+        for run in runs:
+            self.pending.length[run.slot] = run.start + run.end - run.begin - 1  # append counts the last one
+        self.pending.append(
+            slots, [1] * len(slots), taps_NF=taps_NF[last_B], hidden_ND=hidden_ND[last_B], token_N=tokens_N[last_B]
+        )
 
     @torch.inference_mode()
     def enter(self, drafters: Sequence[str], slots: Sequence[int], *, anchors: Tensor) -> None:

@@ -44,6 +44,8 @@ class ServedRequest:
     """Of the request pool, since its last prefill."""
     prefilled_to: int = 0
     """Where its last prefill ended."""
+    length: int = 0
+    """Tokens that stand before its newest one, as the device knows them too: known here without asking it."""
     anchor: Tensor | None = None
     """Its newest token, that has no states yet, [1] on the device."""
     penalties: RowPenalties | None = None

@@ -30,7 +30,7 @@ from sglang_ext import compat
 from sglang_ext.accept import accept, draw
 from sglang_ext.answers import TOKENS_KEY, opening
 from sglang_ext.cost_tracking import CostTracker
-from sglang_ext.drafting import DraftRows, DraftRunner
+from sglang_ext.drafting import DraftRows, DraftRunner, PromptRun
 from sglang_ext.engine_hooks import check_applied
 from sglang_ext.metrics import Counters, StepReport
 from sglang_ext.penalties import RowPenalties, is_penalised
@@ -192,7 +192,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             return self._decode_idle_result(on_publish=on_publish)
         ids, reqs = batch.input_ids, list(batch.reqs)
         starts, counts = list(batch.prefix_lens), list(batch.extend_lens)
-        slots = batch.req_pool_indices.tolist()
+        slots = [req.req_pool_idx for req in reqs]
         result = self.target_worker.forward_batch_generation(
             batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=compat.CaptureHiddenMode.FULL
         )
@@ -206,9 +206,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         taps_NF, hidden_ND = output.hidden_states, output.last_hidden_states
         if taps_NF is None or hidden_ND is None:
             raise RuntimeError("the target's hidden states were not captured: angelspec's hooks were not applied")
+        runs: dict[tuple[str, ...], list[PromptRun]] = {}
         for known, slot, start, count in zip(self._rows(reqs), slots, starts, counts, strict=True):
-            part = slice(begin, begin + count)
-            begin += count
             mine = self._owner.get(slot) == known.rid and known.prefilled_to == start
             continues = start > 0 and mine and drafts.pending.length[slot] == start
             if not continues:
@@ -216,12 +215,13 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             if is_penalised(known.req.sampling_params):  # what was decoded before a retraction is fed to new ones
                 known.penalties, known.already_put_out = None, tuple(known.req.output_ids)
             self._owner[slot], known.slot, known.anchor = known.rid, slot, None
-            known.prefilled_to = start + count
+            known.prefilled_to = known.length = start + count
             self.counters.prefill(start=start, continues=continues, again=bool(known.record.steps))
             if known.states_of:
-                drafts.prefill(
-                    known.states_of, slot, start, tokens=ids[part], taps_NF=taps_NF[part], hidden_ND=hidden_ND[part]
-                )
+                runs.setdefault(known.states_of, []).append(PromptRun(slot, start, begin, begin + count))
+            begin += count
+        for names, of_mode in runs.items():
+            drafts.prefill(names, of_mode, tokens_N=ids, taps_NF=taps_NF, hidden_ND=hidden_ND)
         output.hidden_states = output.last_hidden_states = None  # large, and nobody else's
         output.customized_info = {TOKENS_KEY: [opening(self.requests.get(req.rid)) for req in reqs]}
         result.next_draft_input = compat.make_draft_input_v2(
@@ -241,7 +241,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         began = time.perf_counter()
         drafts, rows = self._ready(), self._rows(batch.reqs)
         draft_input, size, width = batch.spec_info, len(batch.reqs), self._width
-        slots, lengths = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
+        slots, lengths = [req.req_pool_idx for req in batch.reqs], [known.length for known in rows]
         anchor_B = draft_input.bonus_tokens.view(-1)
         self._follow(drafts, rows, slots, lengths)
         window = compat.alloc_verify_window(
@@ -296,6 +296,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         committed = commit_B.tolist() if step.rows_by_drafter else [1] * size
         for index, known in enumerate(rows):
             known.anchor = outcome.bonus_B[index : index + 1]
+            known.length += committed[index]
         self._keep(drafts, rows, slots, kept, committed, output, block_BW)
         output.hidden_states = output.last_hidden_states = None
         verified = time.perf_counter()
