@@ -192,7 +192,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             return self._decode_idle_result(on_publish=on_publish)
         ids, reqs = batch.input_ids, list(batch.reqs)
         starts, counts = list(batch.prefix_lens), list(batch.extend_lens)
-        slots = [req.req_pool_idx for req in reqs]
+        slots = batch.req_pool_indices_cpu.tolist()
         result = self.target_worker.forward_batch_generation(
             batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=compat.CaptureHiddenMode.FULL
         )
@@ -241,7 +241,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         began = time.perf_counter()
         drafts, rows = self._ready(), self._rows(batch.reqs)
         draft_input, size, width = batch.spec_info, len(batch.reqs), self._width
-        slots, lengths = [req.req_pool_idx for req in batch.reqs], [known.length for known in rows]
+        slots, lengths = batch.req_pool_indices_cpu.tolist(), [known.length for known in rows]
         anchor_B = draft_input.bonus_tokens.view(-1)
         self._follow(drafts, rows, slots, lengths)
         window = compat.alloc_verify_window(
