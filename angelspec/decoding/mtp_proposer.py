@@ -66,7 +66,8 @@ class MtpProposer(TrainedProposer):
             hidden_BTD = hidden_BTD.take_along_dim(index_B1.unsqueeze(-1), dim=1)
             tokens_BT, counts_B = tokens_BT.gather(1, index_B1), torch.ones_like(counts_B)
         width = tokens_BT.shape[1]
-        self._hidden_WQD[rows, :width] = hidden_BTD
+        # the states may be those of the same target in another precision, when exactness is measured
+        self._hidden_WQD[rows, :width] = hidden_BTD.to(self._hidden_WQD.dtype)
         self._tokens_WQ[rows, :width] = tokens_BT
         self._waiting_W[rows] = counts_B
 

@@ -47,6 +47,14 @@ def test_a_drafter_goes_on_from_another_one(tmp_path):
     assert DrafterManifest.read(again).training.initial_checkpoint == str(first)
 
 
+def test_a_target_in_bfloat16_is_measured_and_its_exactness_in_float32(tmp_path):
+    changes = ("evaluation.dtype=bfloat16", "training.stages.cold-start.steps=2", "training.stages.end-to-end.steps=2")
+    recipe = load_recipe("tiny-mtp-llama", overrides=changes)
+    report = Report.load(run_recipe(recipe, output=tmp_path, store=tmp_path / "s", quiet=True) / "report.json")
+    assert report.target.dtype == "bfloat16"
+    assert len(report.exactness) == 4 and all(result.exact for result in report.exactness)
+
+
 @pytest.mark.parametrize("name", ["smollm2-mtp-nothink", "hy3-mtp-nothink"])
 def test_is_planned_without_a_model(capsys, name):
     print_plan(load_recipe(name))
