@@ -28,8 +28,10 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except (Interrupted, KeyboardInterrupt) as stopped:
-            said = f"{stopped}; " if isinstance(stopped, Interrupted) else "\ninterrupted; "
-            click.echo(f"{said}run the same command again to go on from here", err=True)
+            if isinstance(stopped, Interrupted):
+                click.echo(f"{stopped}; run the same command again to go on from here", err=True)
+            else:
+                click.echo("\ninterrupted; the same command again takes up what it keeps of finished work", err=True)
             sys.exit(Interrupted.exit_code)
         except AngelspecError as error:
             click.echo(f"error: {error}", err=True)

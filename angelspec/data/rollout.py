@@ -220,8 +220,9 @@ def plan_processes(target: Target, section: RolloutSection, *, shards: Sequence[
     longest = max(len(prompt.tokens) for shard in shards for prompt in shard) + section.max_new_tokens
     row = longest * geometry.num_layers * 2 * geometry.num_kv_heads * geometry.head_dim * size
     cache = section.batch_size * row
-    if target.device.type != "cpu":
+    if target.device.type == "cuda":
         _require_room(cache, row=row, free=torch.cuda.mem_get_info(target.device)[0], section=section, longest=longest)
+    if target.device.type != "cpu":
         return 1, 1
     weights = sum(parameter.numel() * parameter.element_size() for parameter in target.model.parameters())
     affordable = int(0.8 * psutil.virtual_memory().available // (weights + cache + _PROCESS_BYTES))

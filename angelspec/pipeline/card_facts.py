@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
+from angelspec.core.errors import DataError
 from angelspec.core.files import read_json
 from angelspec.core.known_targets import KNOWN_TARGETS, KnownTarget
 from angelspec.core.manifest import DrafterManifest
@@ -60,7 +61,7 @@ def card_facts(
         base: the target's ORG/NAME; None: it is on no hub.
 
     Raises:
-        DataError: the report or the load test can't be read.
+        DataError: the report or the load test can't be read, or the load test is of other drafters.
     """
     known = known_target(manifest)
     # made from a release, but not the same weights: other engines can't fetch it
@@ -148,6 +149,12 @@ def _served(folder: Path, manifest: DrafterManifest) -> Served | None:
     result = BenchResult.load(folder / RESULT_FILE)
     ours = {manifest.recipe.name, manifest.drafter.algorithm, manifest.drafter.family}
     choices = {choice.name for choice in result.choices if choice.route in ours}
+    if not choices:
+        raise DataError(
+            f"{folder / RESULT_FILE} measures {', '.join(choice.name for choice in result.choices)}, none of which is "
+            f"this drafter ({', '.join(sorted(ours))})",
+            mend="measure it with --route, or remove the file",
+        )
     settings = result.settings
     return Served(
         engine=f"SGLang {result.engine_version}",

@@ -14,7 +14,8 @@ from angelspec.core.files import read_json, write_json_atomic
 from angelspec.pipeline.stage import StageResult
 
 RECORD_FILE = "stages.json"
-_LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.5
+"""Between two looks of a rank at what the first one has done."""
 
 
 class RunRecord:
@@ -64,5 +65,5 @@ def await_stage(output: Path, name: str) -> Path:
                 f"the first rank's {output / RECORD_FILE} can't be seen by this one",
                 mend="let all ranks run in a folder that they share",
             )
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)
     return Path(stage["folder"])

@@ -15,12 +15,10 @@ from filelock import FileLock, Timeout
 
 from angelspec.core.recipe import Recipe
 from angelspec.pipeline.progress import Progress
-from angelspec.pipeline.record import RunRecord, await_stage
+from angelspec.pipeline.record import LOOK_SECONDS, RunRecord, await_stage
 from angelspec.pipeline.session import Session
 from angelspec.pipeline.stage import Stage, StageResult, Work
 from angelspec.pipeline.store import Store
-
-_LOOK_SECONDS = 0.5
 
 
 def run_stages(
@@ -83,7 +81,7 @@ def follow_stages(
         if stage.by_all_ranks and session.ranks.any(False):
             stage.run(Work(recipe, folder, dict(results), session, progress))
         while (finished := store.finished(folder)) is None:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
         results[stage.name] = finished
     return results
 

@@ -234,5 +234,4 @@ def test_a_command_that_was_stopped_says_how_to_go_on(monkeypatch, stop):
 
     monkeypatch.setattr("angelspec.pipeline.recipe_run.run_recipe", stopped)
     done = CliRunner().invoke(cli, ["recipe", "run", NAME])
-    assert done.exit_code == 130 and done.output.endswith("run the same command again to go on from here\n")
-    assert "error" not in done.output
+    assert done.exit_code == 130 and "the same command again" in done.output and "error" not in done.output

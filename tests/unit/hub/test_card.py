@@ -147,6 +147,11 @@ def test_a_load_test_beside_the_weights_is_shown(tmp_path):
     assert "Served by SGLang 0.5.23 on a machine, measured 2026-11-30" in text
     cell = bench_result().cell(traffic="code", concurrency=4, choice="dfly")
     assert f"| code | dfly | 4 | 19.0 | 1.90x [{cell.speedup_low:.2f}, {cell.speedup_high:.2f}] | 2.00 | " in text
+    other = bench_result()
+    named = tuple(choice.model_copy(update={"route": "mtp"}) for choice in other.choices)
+    other.model_copy(update={"choices": named}).save(folder)
+    refused = CliRunner().invoke(cli, ["checkpoint", "card", str(folder), "--license", "apache-2.0", "--overwrite"])
+    assert refused.exit_code == 2 and "none of which is this drafter (block, dfly," in refused.output
     assert "| code | ar |" not in text and "angelspec bench serve --url http://s" in text
 
 

@@ -98,6 +98,15 @@ def test_another_drafter_is_tried_though_the_first_one_pays():
     assert steps[-1].drafters == ("dfly",)  # seven that are always right beat three
 
 
+def test_now_and_then_a_step_is_plain_so_that_its_cost_is_known():
+    planner = _planner(chance=0.95)
+    planner.open("a", workload="chat", drafters=("dfly",))
+    plain = [number for number in range(600) if not _step(planner, ["a"], confidence=0.99).rows_by_drafter]
+    assert len(plain) == 2 and plain[1] - plain[0] == 257
+    planner.open("b", workload="chat", drafters=("dfly",), forced=True)
+    assert all(_step(planner, ["a", "b"], confidence=0.99).drafters[1] == "dfly" for _ in range(300))
+
+
 def test_without_means_there_are_no_probes():
     planner = _planner(chance=0.02, probes=_broke())
     planner.open("a", workload="chat", drafters=("dfly", "mtp"))
