@@ -8,15 +8,13 @@ Row b has committed tokens c_0 .. c_n, of which the last, the anchor, has no tar
 4. commits the accepted proposals and the bonus token, rolls the cache back to what was committed, and hands the
    states of the anchor and of the accepted proposals to the proposer.
 
-Legend: B rows of a forward, T tokens, Q verified slots, K proposals, F width of tapped features, D hidden,
-V vocabulary.
+Legend: B rows of a forward, T tokens, Q verified slots, K proposals.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,11 +23,10 @@ from torch import Tensor
 
 from angelspec.core.errors import DataError
 from angelspec.core.step_costs import StepCosts
-from angelspec.decoding.answers import Decoded, DecodeRun, Stopwatch, accept_tokens
+from angelspec.decoding.answers import DecodeRun, Stopwatch, accept_tokens
 from angelspec.decoding.proposer import Proposals, Proposer
+from angelspec.decoding.verifiers import Request, TargetVerifier, Verifier
 from angelspec.ops.dcut import Cut, choose_cut, cut, survivals
-from angelspec.ops.sampling import sample_tokens, stream_keys
-from angelspec.ops.verification import verify
 
 if TYPE_CHECKING:
     from angelspec.targets.target import Target, TargetStates
@@ -56,17 +53,6 @@ class CutPolicy(BaseModel):
         return choose_cut(
             survival_BK, seconds=lambda rows, slots: self.costs.seconds(rows, drafted=drafted, slots=slots)
         )
-
-
-@dataclass
-class Request:
-    """One prompt on its way."""
-
-    index: int
-    row_id: int
-    tokens: list[int]
-    """Prompt and answer so far."""
-    answer: Decoded = field(default_factory=Decoded)
 
 
 def decode(
@@ -114,26 +100,17 @@ def decode(
         Request(index, row_id, list(prompt))
         for index, (row_id, prompt) in enumerate(zip(row_ids, prompts, strict=True))
     ]
-    with torch.inference_mode():
-        loop = Loop(
-            target,
-            proposer,
-            num_rows=min(batch_size, len(prompts)),
-            capacity=longest + max_new_tokens + proposer.depth,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            cut=cut,
-            stop_token_ids=frozenset(target.stop_token_ids if stop_token_ids is None else stop_token_ids),
-        )
-        waiting = deque(requests)
-        while waiting or loop.running:
-            loop.admit(waiting)
-            if loop.running:
-                loop.step()
-            if progress is not None:
-                progress(len(requests) - len(waiting) - len(loop.running))
-    return DecodeRun([request.answer for request in requests], loop.watch.seconds, loop.watch.total())
+    verifier = TargetVerifier(target, layer_ids=proposer.layer_ids, temperature=temperature, seed=seed)
+    loop = Loop(
+        verifier,
+        proposer,
+        num_rows=min(batch_size, len(prompts)),
+        capacity=longest + max_new_tokens + proposer.depth,
+        max_new_tokens=max_new_tokens,
+        cut=cut,
+        stop_token_ids=frozenset(target.stop_token_ids if stop_token_ids is None else stop_token_ids),
+    )
+    return loop.run(requests, progress=progress)
 
 
 def require_room(target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> int:
@@ -153,30 +130,51 @@ def require_room(target: Target, prompts: Sequence[Sequence[int]], *, max_new_to
 
 
 class Loop:
-    """The rows in flight."""
+    """The rows in flight.
+
+    Args:
+        verifier: knows what the target says; started anew.
+        proposer: drafts; started anew.
+        num_rows: requests in flight at once.
+        capacity: tokens that a row can hold.
+        max_new_tokens: longest answer.
+        cut: shortens each step's proposals; None verifies all.
+        stop_token_ids: tokens that end an answer.
+    """
 
     def __init__(
         self,
-        target: Target,
+        verifier: Verifier,
         proposer: Proposer,
         *,
         num_rows: int,
         capacity: int,
         max_new_tokens: int,
-        temperature: float,
-        seed: int,
         cut: CutPolicy | None,
         stop_token_ids: frozenset[int],
     ) -> None:
-        self.watch = Stopwatch(target.device)
+        self.watch = Stopwatch(verifier.device)
         self.running: dict[int, Request] = {}
-        self._target, self._proposer, self._cut = target, proposer, cut
-        self._max_new_tokens, self._temperature, self._seed = max_new_tokens, temperature, seed
-        self._stop_token_ids = stop_token_ids
+        self._verifier, self._proposer, self._cut = verifier, proposer, cut
+        self._max_new_tokens, self._stop_token_ids = max_new_tokens, stop_token_ids
         self._free = list(range(num_rows))
-        self._cache = target.new_cache(rows=num_rows, capacity=capacity)
-        proposer.start(num_rows, capacity=capacity)
+        with torch.inference_mode():
+            verifier.start(num_rows, capacity=capacity)
+            proposer.start(num_rows, capacity=capacity)
 
+    @torch.inference_mode()
+    def run(self, requests: Sequence[Request], *, progress: Callable[[int], None] | None = None) -> DecodeRun:
+        """Answer all requests; ``progress`` is called with the number of finished answers."""
+        waiting = deque(requests)
+        while waiting or self.running:
+            self.admit(waiting)
+            if self.running:
+                self.step()
+            if progress is not None:
+                progress(len(requests) - len(waiting) - len(self.running))
+        return DecodeRun([request.answer for request in requests], self.watch.seconds, self.watch.total())
+
+    @torch.inference_mode()
     def admit(self, waiting: deque[Request]) -> None:
         """Give free rows to waiting requests: target over their prompts, first token from the last logits."""
         self._free.sort()
@@ -188,19 +186,15 @@ class Loop:
         lengths_B = self._tensor([len(request.tokens) for request in requests])
         tokens_BT = self._padded([request.tokens for request in requests])
         self._proposer.reset(rows)
-        with self.watch.span("prefill"):
-            states = self._forward(rows, tokens_BT)
-            self._cache.commit(lengths_B)
-            last_BD = states.hidden_BTD[torch.arange(len(rows), device=rows.device), lengths_B - 1]
-            logits_BV = self._target.logits(last_BD)
-        with self.watch.span("sample"):
-            key_B = self._keys(requests, lengths_B.unsqueeze(1)).squeeze(1)
-            first_tokens = sample_tokens(logits_BV, temperature=self._temperature, key_N=key_B).tolist()
+        states, first_tokens = self._verifier.prefill(
+            rows, requests, tokens_BT=tokens_BT, lengths_B=lengths_B, watch=self.watch
+        )
         self._observe(rows, tokens_BT, torch.zeros_like(lengths_B), states, lengths_B)
         for (row, request), token in zip(arrivals, first_tokens, strict=True):
             self.running[row] = request
             self._commit(row, [token])
 
+    @torch.inference_mode()
     def step(self) -> None:
         """One draft, one verify forward, one commit, for all running rows."""
         running = sorted(self.running.items())  # consecutive rows are read from the cache without a copy
@@ -221,22 +215,11 @@ class Loop:
             offered_BK = torch.arange(depth, device=rows.device) < kept_B.unsqueeze(1)
             # Padding repeats the anchor: any token of the vocabulary would do, nothing reads its outcome.
             proposals_BK = torch.where(offered_BK, proposals.tokens_BK[:, :depth], anchor_B.unsqueeze(1))
-        with self.watch.span("verify"):
-            tokens_BQ = torch.cat([anchor_B.unsqueeze(1), proposals_BK], dim=1)
-            states = self._forward(rows, tokens_BQ)
-            logits_BQV = self._target.logits(states.hidden_BTD)
-        with self.watch.span("sample"):
-            chosen_positions_BQ = position_B.unsqueeze(1) + 1 + torch.arange(depth + 1, device=rows.device)
-            verdict = verify(
-                logits_BQV,
-                proposals_BK=proposals_BK,
-                lengths_B=kept_B,
-                temperature=self._temperature,
-                key_BQ=self._keys(requests, chosen_positions_BQ),
-            )
-            accepted, chosen = verdict.accepted_B.tolist(), verdict.chosen_BQ.tolist()
+        tokens_BQ = torch.cat([anchor_B.unsqueeze(1), proposals_BK], dim=1)
+        states, verdict = self._verifier.verify(rows, requests, tokens_BQ=tokens_BQ, lengths_B=kept_B, watch=self.watch)
+        accepted, chosen = verdict.accepted_B.tolist(), verdict.chosen_BQ.tolist()
         counts_B = verdict.accepted_B + 1
-        self._cache.commit(counts_B)
+        self._verifier.commit(counts_B)
         self._observe(rows, tokens_BQ, position_B, states, counts_B)
 
         drafted, kept = proposals.lengths_B.tolist(), kept_B.tolist()
@@ -260,13 +243,8 @@ class Loop:
         if answer.finish_reason is not None:
             del self.running[row]
             self._free.append(row)
-            self._cache.lengths[row] = 0
+            self._verifier.release(row)
         return len(taken), answer.finish_reason == "stop"
-
-    def _forward(self, rows: Tensor, tokens_BT: Tensor) -> TargetStates:
-        """Target states of new tokens behind each row's cached ones."""
-        self._cache.select(rows)
-        return self._target.forward(tokens_BT, cache=self._cache, layer_ids=self._proposer.layer_ids)
 
     def _observe(
         self, rows: Tensor, tokens_BT: Tensor, first_B: Tensor, states: TargetStates, counts_B: Tensor
@@ -282,13 +260,9 @@ class Loop:
                 counts_B=counts_B,
             )
 
-    def _keys(self, requests: Sequence[Request], positions_BQ: Tensor) -> Tensor:
-        row_ids_B1 = self._tensor([request.row_id for request in requests]).unsqueeze(1)
-        return stream_keys(row_ids_B1, positions_BQ, seed=self._seed)
-
     def _padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         width = max(map(len, sequences))
         return self._tensor([[*sequence, *[sequence[-1]] * (width - len(sequence))] for sequence in sequences])
 
     def _tensor(self, values: list) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._target.device)
+        return torch.tensor(values, dtype=torch.int64, device=self._verifier.device)

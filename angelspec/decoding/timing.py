@@ -6,10 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from angelspec.decoding.proposer import Proposer
-from angelspec.decoding.speculative import CutPolicy, Loop, Request, require_room
+from angelspec.decoding.speculative import CutPolicy, Loop, require_room
+from angelspec.decoding.verifiers import Request, TargetVerifier
 
 if TYPE_CHECKING:
     from angelspec.targets.target import Target
@@ -43,22 +42,19 @@ def time_steps(
     """
     answer = 1 + (unmeasured_steps + steps) * (proposer.depth + 1)  # no row can end before the last step
     require_room(target, prompts, max_new_tokens=answer)
-    with torch.inference_mode():
-        loop = Loop(
-            target,
-            proposer,
-            num_rows=len(prompts),
-            capacity=max(map(len, prompts)) + answer + proposer.depth,
-            max_new_tokens=answer,
-            temperature=temperature,
-            seed=seed,
-            cut=cut,
-            stop_token_ids=frozenset(),
-        )
-        loop.admit(deque(Request(index, index, list(prompt)) for index, prompt in enumerate(prompts)))
-        for _ in range(unmeasured_steps):
-            loop.step()
-        before = dict(loop.watch.seconds)
-        for _ in range(steps):
-            loop.step()
+    loop = Loop(
+        TargetVerifier(target, layer_ids=proposer.layer_ids, temperature=temperature, seed=seed),
+        proposer,
+        num_rows=len(prompts),
+        capacity=max(map(len, prompts)) + answer + proposer.depth,
+        max_new_tokens=answer,
+        cut=cut,
+        stop_token_ids=frozenset(),
+    )
+    loop.admit(deque(Request(index, index, list(prompt)) for index, prompt in enumerate(prompts)))
+    for _ in range(unmeasured_steps):
+        loop.step()
+    before = dict(loop.watch.seconds)
+    for _ in range(steps):
+        loop.step()
     return {component: seconds - before[component] for component, seconds in loop.watch.seconds.items()}

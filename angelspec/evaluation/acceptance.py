@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +17,6 @@ from angelspec.core.errors import DataError
 from angelspec.decoding.answers import Decoded, DecodeRun
 from angelspec.decoding.plain import decode_plain
 from angelspec.decoding.proposer import NoProposer, Proposer
-from angelspec.decoding.speculative import decode
 from angelspec.evaluation.results import (
     AnswerGroup,
     Divergence,
@@ -27,6 +26,7 @@ from angelspec.evaluation.results import (
     SuiteResult,
     WorkloadGroups,
 )
+from angelspec.evaluation.suite_decoding import RecordedSuites, decode_suites, unit_facts
 from angelspec.evaluation.suites import Suite, check_names
 from angelspec.evaluation.units import cached
 
@@ -48,6 +48,7 @@ def measure(
     suites: Sequence[Suite],
     *,
     settings: MeasureSettings,
+    recorded: bool = False,
     folder: Path | None = None,
     advance: Advance | None = None,
 ) -> list[SuiteResult]:
@@ -62,6 +63,8 @@ def measure(
         proposers: of distinct names.
         suites: of distinct names.
         settings: how to decode.
+        recorded: let the target answer once and measure every proposer on that answer (``decoding.recording``): the
+            same counts without a verify forward per step, and no verification in the seconds.
         folder: where finished units are kept; None keeps none.
         advance: progress in answers; see ``num_answers``.
 
@@ -74,22 +77,32 @@ def measure(
     done = 0
     for group in batch_groups(suites, batch_size=settings.batch_size):
         for temperature in settings.temperatures:
+            source = (
+                RecordedSuites(
+                    target, group, settings=settings, temperature=temperature, folder=folder,
+                    depth=max((proposer.depth for proposer in proposers), default=0),
+                )
+                if recorded
+                else None
+            )  # fmt: skip
             for proposer in proposers:
                 unit = {
                     "unit": "acceptance",
                     **unit_facts(target, group, settings, temperature=temperature),
                     "proposer": dict(proposer.identity),
+                    **({"recorded": True} if recorded else {}),
                 }
 
-                def run(group=group, temperature=temperature, proposer=proposer, done=done) -> list[SuiteResult]:
-                    decoded = decode_suites(
-                        target,
-                        proposer,
-                        group,
-                        settings=settings,
-                        temperature=temperature,
-                        progress=None if advance is None else lambda finished: advance(done + finished),
-                    )
+                def run(
+                    group=group, temperature=temperature, proposer=proposer, done=done, source=source
+                ) -> list[SuiteResult]:
+                    progress = None if advance is None else lambda finished: advance(done + finished)
+                    if source is not None:
+                        decoded = source.decode(proposer, progress=progress)
+                    else:
+                        decoded = decode_suites(
+                            target, proposer, group, settings=settings, temperature=temperature, progress=progress
+                        )
                     return _suite_results(decoded, suites=group, temperature=temperature, proposer=proposer)
 
                 for suite, result in zip(group, cached(folder, unit, list[SuiteResult], run), strict=True):
@@ -252,31 +265,6 @@ def compare_answers(
     )
 
 
-def decode_suites(
-    target: Target,
-    proposer: Proposer,
-    suites: Sequence[Suite],
-    *,
-    settings: MeasureSettings,
-    temperature: float,
-    progress: Callable[[int], None] | None = None,
-) -> DecodeRun:
-    """Answer the prompts of some suites, one after another, as the settings say; a suite's prompt i has random
-    stream i."""
-    return decode(
-        target,
-        proposer,
-        [prompt.tokens for suite in suites for prompt in suite.prompts],
-        max_new_tokens=settings.max_new_tokens,
-        temperature=temperature,
-        seed=settings.seed,
-        batch_size=settings.batch_size,
-        cut=settings.cut if proposer.depth else None,
-        row_ids=[index for suite in suites for index in range(len(suite.prompts))],
-        progress=progress,
-    )
-
-
 def _suite_results(
     run: DecodeRun, *, suites: Sequence[Suite], temperature: float, proposer: Proposer
 ) -> list[SuiteResult]:
@@ -364,24 +352,6 @@ def _top2_gap(target: Target, tokens: Sequence[int]) -> float:
     states = target.forward(torch.tensor([list(tokens)], device=target.device))
     largest, second = target.logits(states.hidden_BTD[0, -1]).topk(2).values.tolist()
     return largest - second
-
-
-def unit_facts(
-    target: Target, suites: Sequence[Suite], settings: MeasureSettings, *, temperature: float
-) -> dict[str, Any]:
-    """What every unit depends on besides its proposers."""
-    return {
-        "target": target.digest,
-        "dtype": str(target.dtype),
-        "device": torch.device(target.device).type,
-        "suites": [suite.digest for suite in suites],
-        "workloads": [prompt.workload for suite in suites for prompt in suite.prompts],
-        "temperature": temperature,
-        "max_new_tokens": settings.max_new_tokens,
-        "batch_size": settings.batch_size,
-        "seed": settings.seed,
-        "cut": None if settings.cut is None else settings.cut.model_dump(mode="json"),
-    }
 
 
 def _check_proposers(proposers: Sequence[Proposer]) -> None:

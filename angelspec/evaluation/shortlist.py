@@ -10,8 +10,8 @@ import torch
 
 from angelspec.core.acceptance import pool
 from angelspec.decoding.block_proposer import BlockProposer
-from angelspec.evaluation.acceptance import decode_suites, unit_facts
 from angelspec.evaluation.results import MeasureSettings, ShortlistResult
+from angelspec.evaluation.suite_decoding import decode_suites, unit_facts
 from angelspec.evaluation.suites import Suite
 from angelspec.evaluation.units import cached
 

@@ -10,9 +10,9 @@ import torch
 
 from angelspec.decoding.proposer import NoProposer, Proposer
 from angelspec.decoding.timing import time_steps
-from angelspec.evaluation.acceptance import unit_facts
 from angelspec.evaluation.breakeven import PLAIN
 from angelspec.evaluation.results import MeasureSettings, StepTimes
+from angelspec.evaluation.suite_decoding import unit_facts
 from angelspec.evaluation.suites import Suite
 from angelspec.evaluation.units import cached
 

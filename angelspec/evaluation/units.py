@@ -22,7 +22,7 @@ def cached(folder: Path | None, unit: Mapping[str, Any], kind: type[_Result], ru
     Args:
         folder: where units lie as ``<unit>-<fingerprint>.json``; None stores nothing.
         unit: plain data that names everything the result depends on; ``unit["unit"]`` is its kind in a word.
-        kind: a pydantic model, or a list of one.
+        kind: a pydantic model or a dataclass of plain data, or a list of one.
         run: measures.
     """
     if folder is None:

@@ -123,7 +123,8 @@ def _measure_all(
     folder: Path,
     progress: Progress,
 ) -> list[Outcome]:
-    """Decode the base recipe's evaluation prompts, rendered in each mode, with every drafter asked for and lookup."""
+    """Answer the base recipe's evaluation prompts, rendered in each mode, once; measure every drafter asked for on
+    these answers, and lookup."""
     target = session.target(base.evaluation.dtype)
     conversations = read_sources(base.data.evaluation, base.data, responses="rollout").accepted
     settings = measure_settings(base)
@@ -142,8 +143,10 @@ def _measure_all(
             limit=base.evaluation.prompts_per_suite,
         )
         total = num_answers(suites, everyone, settings=settings)
-        with progress.meter(f"decode {mode} prompts", total=total, unit="answers") as meter:
-            results = measure(target, everyone, suites, settings=settings, folder=folder / "units", advance=meter)
+        with progress.meter(f"measure on {mode} prompts", total=total, unit="answers") as meter:
+            results = measure(
+                target, everyone, suites, settings=settings, recorded=True, folder=folder / "units", advance=meter
+            )
         for result in results:
             variant, seed = identity[result.proposer]
             outcomes += [
@@ -171,6 +174,9 @@ def _save(report: ComparisonReport, folder: Path) -> None:
         "",
         f"Recipe {comparison.base}, target {report.target}, {len(comparison.variants)} variants, seeds "
         f"{', '.join(map(str, comparison.seeds))}; {report.seconds / 60:.0f} minutes.",
+        "",
+        "Accepted lengths are those of decoding along the target's own answers, which no drafter changes; they are "
+        "recorded once.",
         "",
         f"![accepted length by variant]({picture.name})",
         "",

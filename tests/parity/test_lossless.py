@@ -8,7 +8,7 @@ from drafter_builders import tiny_drafter
 from mtp_builders import fitting_mtp
 
 from angelspec.core.recipe import TargetSection
-from angelspec.decoding import speculative
+from angelspec.decoding import verifiers
 from angelspec.decoding.block_proposer import BlockProposer
 from angelspec.decoding.lookup import LookupProposer
 from angelspec.decoding.mtp_proposer import MtpProposer
@@ -215,7 +215,7 @@ def _p_value(target, temperature, *, proposer=None, draws=20_000):
 def test_b29_the_joint_distribution_is_the_targets(monkeypatch, temperature):
     target = small_target(vocab_size=8, sharpness=0.7, num_layers=1)
     assert _p_value(target, temperature) > 1e-3
-    monkeypatch.setattr(speculative, "verify", _always_accept)
+    monkeypatch.setattr(verifiers, "verify", _always_accept)
     assert _p_value(target, temperature) < 1e-6
 
 
@@ -224,5 +224,5 @@ def test_mtp_keeps_the_joint_distribution(monkeypatch, temperature):
     target = small_target(vocab_size=8, sharpness=0.7, num_layers=1)
     proposer = MtpProposer(fitting_mtp(target.geometry), target=target, name="mtp")
     assert _p_value(target, temperature, proposer=proposer) > 1e-3
-    monkeypatch.setattr(speculative, "verify", _always_accept)
+    monkeypatch.setattr(verifiers, "verify", _always_accept)
     assert _p_value(target, temperature, proposer=proposer) < 1e-6

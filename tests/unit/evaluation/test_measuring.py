@@ -9,12 +9,13 @@ from drafter_builders import tiny_drafter
 
 from angelspec.core.errors import DataError
 from angelspec.data.answers import Prompt
-from angelspec.decoding import speculative
+from angelspec.decoding import verifiers
 from angelspec.decoding.block_proposer import BlockProposer
 from angelspec.decoding.lookup import LookupProposer
 from angelspec.decoding.plain import decode_without_cache
 from angelspec.decoding.proposer import NoProposer
-from angelspec.evaluation import acceptance
+from angelspec.decoding.speculative import CutPolicy, decode
+from angelspec.evaluation import acceptance, suite_decoding
 from angelspec.evaluation.acceptance import (
     batch_groups,
     check_exactness,
@@ -107,7 +108,7 @@ def test_finished_units_are_not_measured_again_and_changed_ones_are(target, suit
     changes = [
         ({"settings": SETTINGS.model_copy(update={"seed": 4})}, {}),
         ({"settings": SETTINGS.model_copy(update={"max_new_tokens": 25})}, {}),
-        ({"settings": SETTINGS.model_copy(update={"cut": speculative.CutPolicy(ratio=0.5)})}, {}),
+        ({"settings": SETTINGS.model_copy(update={"cut": CutPolicy(ratio=0.5)})}, {}),
         ({}, {"seed": 1}),
     ]
     for number, (arguments, drafter) in enumerate(changes, start=1):
@@ -133,6 +134,27 @@ def test_small_suites_share_a_batch_and_keep_their_own_answers(target, suites, m
     assert [result.groups for result in together] == expected
     assert sum(result.total_seconds for result in together) == pytest.approx(sum(run.total_seconds for run in calls))
     assert [len(group) for group in batch_groups([*suites, *suites], batch_size=len(suites[0].prompts) + 1)] == [2, 2]
+
+
+def test_recorded_answers_give_the_same_counts_and_are_recorded_once(target, suites, tmp_path, monkeypatch):
+    decoded = measure(target, _proposers(target), suites, settings=SETTINGS)
+    calls, inner = [], suite_decoding.record
+    monkeypatch.setattr(suite_decoding, "record", lambda *a, **k: calls.append(k["temperature"]) or inner(*a, **k))
+    seen = []
+    recorded = measure(
+        target, _proposers(target), suites, settings=SETTINGS, recorded=True, folder=tmp_path, advance=seen.append
+    )
+    assert [(r.suite, r.temperature, r.proposer, r.groups) for r in recorded] == [
+        (r.suite, r.temperature, r.proposer, r.groups) for r in decoded
+    ]
+    groups = len(batch_groups(suites, batch_size=SETTINGS.batch_size))
+    assert calls == [0.0, 1.0] * groups
+    assert seen[-1] == num_answers(suites, _proposers(target), settings=SETTINGS)
+    for unit in tmp_path.glob("acceptance-*.json"):
+        unit.unlink()  # an interrupted measurement goes on from the answers that it has
+    again = measure(target, _proposers(target), suites, settings=SETTINGS, recorded=True, folder=tmp_path)
+    assert [r.groups for r in again] == [r.groups for r in decoded]
+    assert len(calls) == 2 * groups
 
 
 def test_a_half_written_unit_is_never_left(target, suites, tmp_path, monkeypatch):
@@ -161,7 +183,7 @@ def test_exactness_holds_and_finds_a_broken_acceptance(target, suites, monkeypat
         chosen_BQ[:, :depth] = arguments["proposals_BK"]
         return Verdict(chosen_BQ, (verdict.accepted_B + 1).clamp_max(depth))
 
-    monkeypatch.setattr(speculative, "verify", accept_one_too_many)
+    monkeypatch.setattr(verifiers, "verify", accept_one_too_many)
     (broken,) = check_exactness(
         target, _proposers(target)[:1], suite, settings=SETTINGS.model_copy(update={"temperatures": (0.0,)})
     )
@@ -222,7 +244,7 @@ def test_shortlists_give_the_same_answers_and_approach_the_exact_drafts(target, 
 
 def test_groups_add_up(target, suites):
     prompts = [prompt.tokens for prompt in suites[0].prompts]
-    run = speculative.decode(
+    run = decode(
         target, LookupProposer(max_match=3, num_proposals=7), prompts,
         max_new_tokens=40, temperature=0.0, seed=0, batch_size=8,
     )  # fmt: skip
