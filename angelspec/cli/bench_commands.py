@@ -56,6 +56,7 @@ def train_command(
     Those have SmolLM2's geometry and a row of 512 tokens: DFly of 5 layers, 5 taps and 64 blocks of 8, or dense MTP of
     3 depths, on-policy.
     """
+    from angelspec.pipeline.session import best_device
     from angelspec.training.bench import bench_training, print_bench
 
     results = bench_training(
@@ -66,6 +67,7 @@ def train_command(
         matmuls=matmuls,
         reference=reference,
         repeats=repeats,
+        device=best_device(),
     )
     if as_json:
         import json
@@ -111,9 +113,12 @@ def length_command(
 
     The reference configuration of `bench train --reference mtp`, at other lengths.
     """
+    from angelspec.pipeline.session import best_device
     from angelspec.training.growth import bench_length, print_growth
 
-    grown = bench_length(lengths, num_depths=depths, objective=objective, matmul=matmul, repeats=repeats)
+    grown = bench_length(
+        lengths, num_depths=depths, objective=objective, matmul=matmul, repeats=repeats, device=best_device()
+    )
     if as_json:
         import json
 

@@ -60,7 +60,7 @@ class BlockStep:
         head_VD: the target's frozen head; its dtype is that of the head's matrix products.
         compute_dtype: of the drafter's matrix products; parameters and losses stay float32.
         seed: of the anchors.
-        timed: whether to stamp the parts of a step with the clock (meaningful on a CPU).
+        timed: whether to stamp the parts of a step with the clock, which waits for a GPU at each.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class BlockStep:
 
     def __call__(self, row_ids: Sequence[int], *, objective: Objective, step: int) -> StepTerms:
         """Forward pass and loss terms of one micro-batch, ready for ``backward``."""
-        clock = StepClock(running=self._timed)
+        clock = StepClock(running=self._timed, device=self._head_VD.device)
         batch = take_rows(self._rows, self._features, row_ids, device=self._device)
         clock.lap("target")
         anchors = self.draw_anchors(row_ids, batch.loss_mask_RT, batch.document_RT, step=step)

@@ -13,7 +13,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from angelspec.core.errors import TrainingError
-from angelspec.training.bench import BenchResult, Precision, reference_cases, run_apart
+from angelspec.training.bench import run_apart
+from angelspec.training.bench_cases import Precision, reference_cases
+from angelspec.training.bench_step import BenchResult
 
 
 class Curve(BaseModel):
@@ -84,6 +86,7 @@ def bench_length(
     objective: str = "lk",
     matmul: Precision = "float32",
     repeats: int = 3,
+    device: str = "cpu",
 ) -> list[Growth]:
     """Measure the MTP reference at growing lengths: one depth alone, all of them, and all of them recomputed.
 
@@ -111,6 +114,7 @@ def bench_length(
                         "row_length": length,
                         "recompute_depths": recompute,
                         "yardstick": False,
+                        "device": device,
                     }
                 )
             )
@@ -134,7 +138,9 @@ def print_growth(grown: Sequence[Growth], *, extrapolate: Sequence[int]) -> None
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"one MTP training step by the length of its row, {grown[0].results[0].threads} threads")
+    first = grown[0].results[0]
+    where = f"{first.threads} threads" if first.device == "cpu" else "a GPU"
+    table = Table(title=f"one MTP training step by the length of its row, {where}")
     table.add_column("tokens", justify="right")
     for growth in grown:
         table.add_column(f"{growth.name}: memory", justify="right")

@@ -84,7 +84,7 @@ class MtpStep:
         compute_dtype: of the drafter's matrix products; parameters and losses stay float32.
         budget: sizes of the pieces; None: by device.
         ranks: this process among several, some of which may share its rows.
-        timed: whether to stamp the parts of a step with the clock (meaningful on a CPU).
+        timed: whether to stamp the parts of a step with the clock, which waits for a GPU at each.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class MtpStep:
 
     def __call__(self, row_ids: Sequence[int], *, objective: Objective, step: int) -> StepTerms:
         """Forward pass and loss terms of one micro-batch, ready for ``backward``; the same for every ``step``."""
-        clock = StepClock(running=self._timed)
+        clock = StepClock(running=self._timed, device=self._head_VD.device)
         batch = take_rows(self._rows, self._features, row_ids, device=self._device, moves_features=False)
         clock.lap("target")
         supervision = supervise_depths(

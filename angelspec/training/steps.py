@@ -8,7 +8,6 @@ Shapes: R rows of a micro-batch, T tokens of a row, D hidden.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from angelspec.core.objective import Objective
 from angelspec.training.features import FeatureSource
-from angelspec.training.update import HEAD_DONE, StepTerms
+from angelspec.training.update import HEAD_DONE, StepTerms, now
 
 if TYPE_CHECKING:
     from angelspec.data.dataset import PackedRows
@@ -96,26 +95,28 @@ class StepClock:
     """Seconds of a step's parts (target, backbone, head), where they are wanted.
 
     The backward pass belongs to the head until the gradient reaches a state that went into it (for an unrolled drafter
-    the deepest one: what the head adds for the others is one product of small rows each).
+    the deepest one: what the head adds for the others is one product of small rows each). A running clock waits for
+    the device at every reading.
     """
 
-    def __init__(self, *, running: bool) -> None:
+    def __init__(self, *, running: bool, device: torch.device) -> None:
         self.running = running
         self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
+        self._device = device if running else None
+        self._last = now(self._device)
 
     def lap(self, part: str) -> None:
         """Give the time since the last call (or the start) to a part."""
         if self.running:
-            now = time.perf_counter()
-            self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
-            self._last = now
+            reading = now(self._device)
+            self.seconds[part] = self.seconds.get(part, 0.0) + reading - self._last
+            self._last = reading
 
     def watch(self, hidden: Tensor) -> None:
         """Note when the backward pass first reaches a state that went into the head."""
         if self.running and hidden.requires_grad:
 
             def reached(gradient: Tensor) -> None:
-                self.seconds.setdefault(HEAD_DONE, time.perf_counter())
+                self.seconds.setdefault(HEAD_DONE, now(self._device))
 
             hidden.register_hook(reached)

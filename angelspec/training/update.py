@@ -68,6 +68,13 @@ class Gradients:
         return isfinite(self.norm) and all(map(isfinite, self.numerators.values()))
 
 
+def now(device: torch.device | None) -> float:
+    """Seconds of ``time.perf_counter`` when a GPU's queue is empty; None does not wait."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def compute_gradients(
     micro_batches: Sequence[Sequence[int]],
     terms_of: TermsOf,
@@ -105,10 +112,11 @@ def compute_gradients(
     for number, rows in enumerate(micro_batches):
         terms = first if number == 0 else terms_of(rows)
         first = None
-        started = time.perf_counter()
+        device = next(iter(terms.losses.values())).numerator.device if terms.seconds else None
+        started = now(device)
         loss = torch.stack([terms.losses[name].numerator * scales[name] for name in names]).sum()
         loss.backward()
-        _add_seconds(seconds, terms.seconds, started=started, ended=time.perf_counter())
+        _add_seconds(seconds, terms.seconds, started=started, ended=now(device))
         detached = {name: Ratio(*(value.detach() for value in ratio)) for name, ratio in terms.losses.items()}
         parts.append(
             StepTerms(

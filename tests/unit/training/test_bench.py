@@ -4,16 +4,9 @@ from training_builders import E2E, mtp_config, tiny_config
 
 from angelspec.core.errors import TrainingError
 from angelspec.core.known_targets import KNOWN_TARGETS
-from angelspec.training.bench import (
-    OBJECTIVES,
-    BenchCase,
-    bench_training,
-    measure,
-    print_bench,
-    recipe_cases,
-    reference_cases,
-    run_apart,
-)
+from angelspec.training.bench import bench_training, print_bench, run_apart
+from angelspec.training.bench_cases import OBJECTIVES, BenchCase, recipe_cases, reference_cases
+from angelspec.training.bench_step import measure
 
 
 def tiny_case(**changes):
@@ -50,10 +43,10 @@ def test_an_online_target_has_its_share_and_a_huge_one_says_why_not():
     assert result.shares["target"] > 0.01
     qwen = KNOWN_TARGETS["qwen3-8b"].geometry
     assert qwen.num_parameters > 1e9
-    from angelspec.training import bench
+    from angelspec.training import bench_step
 
     case = tiny_case(online=True, target=qwen.model_copy(update={"vocab_size": 320, "hidden_size": 64}))
-    assert "not measured" in bench._World(case.model_copy(update={"target": _Huge.of(case.target)})).note
+    assert "not measured" in bench_step._World(case.model_copy(update={"target": _Huge.of(case.target)})).note
 
 
 class _Huge(type(KNOWN_TARGETS["tiny-llama"].geometry)):
@@ -119,5 +112,5 @@ def test_bench_training_measures_the_named_cases(monkeypatch):
 
     asked = []
     monkeypatch.setattr(bench, "run_apart", lambda case: asked.append(case) or case)
-    bench_training(objectives=["lk"], matmuls=["bfloat16"], repeats=7)
-    assert [(c.objective_name, c.matmul, c.repeats) for c in asked] == [("lk", "bfloat16", 7)]
+    bench_training(objectives=["lk"], matmuls=["bfloat16"], repeats=7, device="cuda:1")
+    assert [(c.objective_name, c.matmul, c.repeats, c.device) for c in asked] == [("lk", "bfloat16", 7, "cuda:1")]

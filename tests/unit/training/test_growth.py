@@ -2,7 +2,7 @@ import pytest
 
 from angelspec.core.errors import TrainingError
 from angelspec.training import growth
-from angelspec.training.bench import BenchResult
+from angelspec.training.bench_step import BenchResult
 from angelspec.training.growth import Curve, bench_length, fit_curve, print_growth
 
 
