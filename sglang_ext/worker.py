@@ -33,9 +33,10 @@ from sglang_ext.cost_tracking import CostTracker
 from sglang_ext.drafting import DraftRows, DraftRunner, PromptRun
 from sglang_ext.engine_hooks import check_applied
 from sglang_ext.metrics import Counters, StepReport
+from sglang_ext.models.graphs import cuda_recorder, graph_sizes
 from sglang_ext.penalties import RowPenalties, is_penalised
 from sglang_ext.pending import PendingStates
-from sglang_ext.profiling import find_costs
+from sglang_ext.profiling import find_costs, graph_tiers
 from sglang_ext.prometheus import Exporter
 from sglang_ext.ranks import Ranks
 from sglang_ext.requests import RequestBook, ServedRequest
@@ -106,11 +107,14 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         return None
 
     def init_cuda_graphs(self) -> None:
-        """No graph of the draft model: its forwards are ours. The target's graphs are the engine's."""
+        """No graph of the draft model by the engine: its forwards are ours (``models.graphs``)."""
 
     def prewarm_sampling(self) -> Any:
-        """The last thing before the engine serves: measure what a step costs."""
+        """The last thing before the engine serves: record the drafters' graphs and measure what a step costs."""
         outcome = super().prewarm_sampling()
+        if graph_tiers(self.model_runner):  # the engine runs from graphs
+            sizes = graph_sizes(int(compat.get_schedule().max_running_requests or 1))
+            self._ready().model.record_choices(sizes, record=cuda_recorder())
         self.use_costs(find_costs(self.plan, self, self._ready()))
         return outcome
 

@@ -1,7 +1,8 @@
 """What a GPU must show of the serving extension: ``python -m tests.gpu_serving TARGET BUNDLE [--backend fa3]``.
 
 Nobody has run this yet. It starts three engines one after another on the same greedy prompts: plain SGLang, the
-extension, and the extension without CUDA graphs of the target. The table shows how many answers equal the plain
+extension, and the extension without CUDA graphs (of the target, and of the drafters' choices: a warning names a drafter
+that has none although the target has). The table shows how many answers equal the plain
 engine's (one that differs must do so where the target's two best logits are close), seconds, and milliseconds per step
 by part. SGLang's own log says on the way what memory pools and graphs take, and "cuda graph: True" of steps that ran
 from a graph.

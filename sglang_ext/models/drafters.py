@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,12 @@ from angelspec.core.drafter_config import BlockDrafterConfig
 from angelspec.core.errors import CheckpointError
 from angelspec.drafters.checkpoint import load_drafter
 from sglang_ext.compat import get_parallel
+from sglang_ext.models.graphs import Record
 from sglang_ext.models.served import Served, ServedBlock, ServedMtp
 from sglang_ext.ranks import Ranks
 from sglang_ext.settings import MARKER, DrafterPlace, EnginePlan, current_plan
+
+logger = logging.getLogger(__name__)
 
 
 class _NoHead:
@@ -84,6 +88,24 @@ class AngelSpecDrafters(nn.Module):
             return F.linear(states, head_VD)
         logits_NV = self.lm_head.quant_method.apply(self.lm_head, states.flatten(0, -2))[:, : self.config.vocab_size]
         return logits_NV.unflatten(0, states.shape[:-1])
+
+    @torch.inference_mode()
+    def record_choices(self, sizes: Sequence[int], *, record: Record) -> None:
+        """Let the block drafters choose tokens by CUDA graphs; one that can't goes on without, and a log line says why.
+
+        Args:
+            sizes: rows of the graphs.
+            record: makes one.
+        """
+        for name, served in self.served.items():
+            if isinstance(served, ServedBlock):
+                try:
+                    served.record_choices(
+                        sizes, record=record, embedding_VD=self.embedding_VD, head_VD=self.head_VD,
+                        multiply=self.multiply,
+                    )  # fmt: skip
+                except RuntimeError as error:
+                    logger.warning("drafter '%s' drafts without CUDA graphs: %s", name, error)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Check the marker; the drafters were loaded when the model was built.

@@ -14,7 +14,8 @@ features, D hidden, H query heads, G key-value heads, C head channels, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from angelspec.drafters.block import BlockDrafter
 from angelspec.drafters.drafting import Drafts, Multiply, best_tokens, vocabulary_logits
 from angelspec.drafters.mtp import MtpDrafter
 from sglang_ext.compat import KVWriteLoc
+from sglang_ext.models.graphs import ChoiceGraphs, Record
 
 Window = Callable[[int], Any]
 """(offset) -> a forward batch, ready for attention, whose window of ``width`` tokens starts that many tokens after each
@@ -65,6 +67,7 @@ class ServedBlock(nn.Module):
             for layer in range(drafter.config.num_layers)
         )
         self._tap_columns = tap_columns
+        self._graphs: ChoiceGraphs | None = None
 
     @property
     def depth(self) -> int:
@@ -110,6 +113,37 @@ class ServedBlock(nn.Module):
         hidden_BKD = self.drafter.backbone(
             embedding_VD[anchor_B], embedding_VD[self.drafter.config.mask_token_id], position_B, attend
         )
+        if self._graphs is not None:
+            return self._graphs(hidden_BKD, anchor_B)
+        return self._choose(hidden_BKD, anchor_B, embedding_VD=embedding_VD, head_VD=head_VD, multiply=multiply)
+
+    def record_choices(
+        self, sizes: Sequence[int], *, record: Record, embedding_VD: Tensor, head_VD: Tensor, multiply: Multiply
+    ) -> None:
+        """Choose tokens by CUDA graphs from now on; see ``graphs.ChoiceGraphs``.
+
+        Args:
+            sizes: rows of the graphs.
+            record: makes one.
+            embedding_VD: the target's; its storage is read at every replay, as the head's.
+            head_VD: the target's.
+            multiply: the product with it.
+
+        Raises:
+            RuntimeError: a graph can't be recorded, or gives something else.
+        """
+        config, dtype = self.drafter.config, self.drafter.dtype
+        self._graphs = ChoiceGraphs(
+            partial(self._choose, embedding_VD=embedding_VD, head_VD=head_VD, multiply=multiply),
+            like_BKD=embedding_VD.new_zeros(1, config.num_proposals, config.hidden_size, dtype=dtype),
+            vocab_size=config.vocab_size,
+            sizes=sizes,
+            record=record,
+        )
+
+    def _choose(
+        self, hidden_BKD: Tensor, anchor_B: Tensor, *, embedding_VD: Tensor, head_VD: Tensor, multiply: Multiply
+    ) -> Drafts:
         return self.drafter.choose(
             hidden_BKD,
             anchor_tokens_B=anchor_B,
