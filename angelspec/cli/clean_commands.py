@@ -50,9 +50,8 @@ def clean(older_than: str, larger_than: str, runs: Path, named: bool, only_list:
             chosen.append(item)
     removed = []
     for item in chosen:
-        if item.in_use:
-            click.echo(f"{item.path} stays: a command began to work in it")
-        else:
-            cleaning.remove(item)
+        if cleaning.remove(item):
             removed.append(item)
+        else:
+            click.echo(f"{item.path} stays: a command began to work in it")
     click.echo(f"removed {len(removed)}, {sum(item.size for item in removed) / 1e6:,.1f} MB")

@@ -30,6 +30,7 @@ from angelspec.core.modes import MODE_FAMILIES, Mode, mode_family
 from angelspec.core.problems import problems
 from angelspec.core.step_costs import MeasuredFor, StepCosts
 from angelspec.core.workloads import WORKLOADS, Workload
+from angelspec.core.yaml_text import YamlError, parse_yaml
 
 FORMAT_VERSION = 1
 """Raised when a bundle of an earlier version can no longer be read as is."""
@@ -314,8 +315,8 @@ def _read(path: Path) -> Any:
     if not path.is_file():
         raise BundleError(f"bundle file '{path}' does not exist", mend="create one: angelspec bundle create")
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8-sig"))  # JSON is YAML
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return parse_yaml(path.read_text(encoding="utf-8-sig"))  # JSON is YAML
+    except (YamlError, UnicodeDecodeError) as error:
         raise BundleError(f"{path}: not readable as YAML or JSON: {error}", mend=_MEND) from None
 
 

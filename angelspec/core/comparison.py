@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from angelspec.core.errors import RecipeError, suggest
@@ -21,6 +20,7 @@ from angelspec.core.problems import problems
 from angelspec.core.recipe import Recipe
 from angelspec.core.recipe_files import load_recipe
 from angelspec.core.workloads import Workload
+from angelspec.core.yaml_text import YamlError, parse_yaml
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -118,8 +118,8 @@ class Comparison(BaseModel):
             if not separator:
                 raise RecipeError(f"override '{override}' is not of the form section.field=value")
             try:
-                values[key.strip()] = yaml.safe_load(text)
-            except yaml.YAMLError as error:
+                values[key.strip()] = parse_yaml(text)
+            except YamlError as error:
                 raise RecipeError(f"override '{override}': the value is no YAML ({error})") from None
         return self.model_copy(update={"set": values})
 
@@ -154,8 +154,8 @@ def load_comparison(name_or_path: str) -> Comparison:
             mend=f"use one of {', '.join(names)}, or give a path that ends in .yaml",
         )
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        document = parse_yaml(path.read_text(encoding="utf-8-sig"))
+    except (YamlError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path.name}: not readable as YAML: {error}") from None
     try:
         return Comparison.model_validate(document)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class Objective(BaseModel):
     """Weights of the loss terms and the choices inside them (formulas: ``angelspec.objectives.tokenwise``)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     ce: float = Field(default=0.0, ge=0)
     """Cross-entropy with the data's token."""
@@ -40,7 +40,7 @@ class Objective(BaseModel):
     """Slots over which the weight of `decay` falls by a factor e."""
     d_pace_rho: float = Field(default=0.5, ge=0, le=1)
     """How far `d-pace` lifts every slot's probability towards 1: s -> (1-rho)*s + rho."""
-    slot_weights: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] | None = None
+    slot_weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
     """One weight for each proposed token (slot or depth), instead of position_weights; None: as those say."""
 
     @property

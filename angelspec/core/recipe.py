@@ -26,6 +26,7 @@ from angelspec.core.drafter_config import (
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.modes import Mode, mode_family
 from angelspec.core.objective import Objective
+from angelspec.core.roles import Role
 from angelspec.core.workloads import Workload
 
 FORMAT_VERSION = 1
@@ -35,7 +36,9 @@ FORMAT_VERSION = 1
 class Section(BaseModel):
     """Base of every recipe section: frozen, unknown keys refused, docstrings are the reference."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class TargetSection(Section):
@@ -53,7 +56,7 @@ class TargetSection(Section):
     chat_template: str | None = None
     """Path of a Jinja chat template that replaces the tokenizer's own; None keeps the target's."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of its weights in rollout and feature extraction."""
+    """Precision of its weights where its states are captured for training (rollout.dtype: where it answers)."""
     trust_remote_code: bool = False
     """Whether model code from the source may be run."""
 
@@ -132,6 +135,10 @@ DrafterSection = Annotated[
 """The drafter to train; ``algorithm`` says which kind of section it is."""
 
 
+SOURCE_KINDS = ("builtin", "file", "hf")
+"""What may stand before the colon of ``PromptSource.source``."""
+
+
 class PromptSource(Section):
     """One set of conversations."""
 
@@ -160,7 +167,7 @@ class DataSection(Section):
     evaluation: tuple[PromptSource, ...] = Field(min_length=1)
     responses: Literal["rollout", "given"] = "rollout"
     """Train on the target's own answers (rollout) or on those in the rows (given)."""
-    role_map: dict[str, str] = Field(default_factory=dict)
+    role_map: dict[str, Role] = Field(default_factory=dict)
     """Extra role names, mapped to system, user, assistant or tool."""
     max_bad_fraction: float = Field(default=0.05, ge=0, le=1)
     """The run stops when a larger share of the rows is refused."""
@@ -189,7 +196,7 @@ class RolloutSection(Section):
     shard_size: int = Field(default=256, ge=1)
     """Prompts per shard, the unit of resuming; its batch composition is fixed."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    keep_finish_reasons: tuple[str, ...] = ("stop",)
+    keep_finish_reasons: tuple[str, ...] = Field(default=("stop",), min_length=1)
     """Answers that ended otherwise are counted and left out of training."""
     max_repeated_share: float = Field(default=1.0, ge=0, le=1)
     """Answers whose share of repeated 12-grams is larger are counted and left out (looping)."""
@@ -221,6 +228,9 @@ class PackSection(Section):
     """Longer conversations are cut; None: row_length."""
 
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSection(Section):
     """The optimiser and its learning rate."""
 
@@ -230,7 +240,7 @@ class OptimizerSection(Section):
     min_learning_rate: float = Field(default=6e-5, ge=0)
     muon_learning_rate: float = Field(default=2e-3, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     epsilon: float = Field(default=1e-8, gt=0)
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     clip_norm: float = Field(default=1.0, gt=0)
@@ -272,7 +282,7 @@ class TrainingSection(Section):
     rows_per_micro_batch: int = Field(default=2, ge=1)
     anchors_per_row: int = Field(default=64, ge=1)
     """Blocks drawn from each row at each step (block drafters; MTP trains at every position)."""
-    workloads: tuple[Workload, ...] | None = None
+    workloads: tuple[Workload, ...] | None = Field(default=None, min_length=1)
     """Only answers of these workloads are trained on and held out; None: all."""
     on_policy: bool = True
     """MTP: feed each depth with the token that the depth before it proposed, or else with the data's."""
@@ -367,7 +377,7 @@ class RequirementsSection(Section):
 class Recipe(Section):
     """One complete run."""
 
-    format_version: int = FORMAT_VERSION
+    format_version: Literal[1] = FORMAT_VERSION
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")
     description: str
     mode: Mode
@@ -394,6 +404,12 @@ class Recipe(Section):
                     if self.drafter.algorithm == "mtp"
                     else f"drafter.block_size ({self.verify_width})"
                 )
+            )
+        longest = self.pack.max_document_tokens
+        if longest is not None and not self.verify_width < longest <= self.pack.row_length:
+            raise ValueError(
+                f"pack.max_document_tokens is {longest}; allowed: {self.verify_width + 1} to pack.row_length "
+                f"({self.pack.row_length}), or null"
             )
         if self.target.mode_family is not None:
             mode_family(self.target.mode_family)

@@ -5,12 +5,11 @@ Order of precedence, later wins: ``base:`` chain, the file, a preset, ``--set`` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from angelspec.core.drafter_config import ALGORITHM_PARTS, BlockDrafterConfig, DrafterConfig, MtpDrafterConfig
@@ -21,7 +20,16 @@ from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.locations import resource_folder
 from angelspec.core.modes import mode_family
 from angelspec.core.problems import problems
-from angelspec.core.recipe import ALGORITHMS, TARGET_LAYER, DrafterSection, Recipe, TrainingStage, drafter_family
+from angelspec.core.recipe import (
+    ALGORITHMS,
+    SOURCE_KINDS,
+    TARGET_LAYER,
+    DrafterSection,
+    Recipe,
+    TrainingStage,
+    drafter_family,
+)
+from angelspec.core.yaml_text import YamlError, parse_yaml
 
 _META_KEYS = ("base", "presets", "abstract")
 _MODE_FAMILY_OF_ARCHITECTURE = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "hy_v3": "hy3"}
@@ -91,7 +99,7 @@ def load_recipe(name_or_path: str, *, preset: str | None = None, overrides: Sequ
     """
     path = find_recipe(name_or_path)
     document = _read_with_bases(path)
-    presets = document.get("presets") or {}
+    presets = _presets(document, path)
     if preset is not None:
         if preset not in presets:
             raise RecipeError(
@@ -99,10 +107,13 @@ def load_recipe(name_or_path: str, *, preset: str | None = None, overrides: Sequ
                 mend=f"use one of: {', '.join(presets) or 'none; this recipe has no presets'}",
             )
         document = _merge_recipes(document, presets[preset])
-    before = document
+    before, stated = document, set()
     for override in overrides:
         document = apply_override(document, override)
-    document = _drop_other_family(before, document)
+        section, _, rest = override.partition("=")[0].strip().partition(".")
+        if section == "drafter":
+            stated |= {rest.partition(".")[0]} if rest else set(document["drafter"] or ())
+    document = _drop_other_family(before, document, stated=stated)
     if document.pop("abstract", False):
         raise RecipeError(f"'{path.stem}' only serves as a base for other recipes")
     for key in _META_KEYS:
@@ -132,17 +143,33 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _presets(document: Mapping[str, Any], path: Path) -> Mapping[str, Mapping[str, Any]]:
+    presets = document.get("presets") or {}
+    if not isinstance(presets, Mapping):
+        raise RecipeError(f"{path.name}: presets is a mapping of names to changes, not {presets!r}")
+    for name, changes in presets.items():
+        if not isinstance(changes, Mapping):
+            raise RecipeError(f"{path.name}: presets.{name} is a mapping of changes, not {changes!r}")
+        for key in _META_KEYS:
+            if key in changes:
+                raise RecipeError(f"{path.name}: presets.{name}.{key}: a preset can't change this")
+    return presets
+
+
 def _merge_recipes(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    return _drop_other_family(lower, merge(lower, upper))
+    drafter = upper.get("drafter")
+    return _drop_other_family(
+        lower, merge(lower, upper), stated=set(drafter) if isinstance(drafter, Mapping) else set()
+    )
 
 
-def _drop_other_family(before: Mapping[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Where a change made the drafter one of another family, keep of its section only what that change stated: the keys
-    of a block drafter mean nothing to MTP, nor the other way round."""
+def _drop_other_family(before: Mapping[str, Any], after: dict[str, Any], *, stated: Set[str]) -> dict[str, Any]:
+    """Where a change made the drafter one of another family, keep of its section only the keys that the change stated:
+    those of a block drafter mean nothing to MTP, nor the other way round."""
     old, new = before.get("drafter"), after.get("drafter")
     if not isinstance(old, Mapping) or not isinstance(new, Mapping) or drafter_family(old) == drafter_family(new):
         return after
-    return {**after, "drafter": {key: value for key, value in new.items() if key not in old or old[key] != value}}
+    return {**after, "drafter": {key: value for key, value in new.items() if key in stated}}
 
 
 def apply_override(document: Mapping[str, Any], override: str) -> dict[str, Any]:
@@ -155,9 +182,14 @@ def apply_override(document: Mapping[str, Any], override: str) -> dict[str, Any]
     keys = path.strip().split(".")
     if not separator or not all(keys):
         raise RecipeError(f"override '{override}' is not of the form section.field=value")
+    if keys[0] in _META_KEYS:
+        raise RecipeError(
+            f"override '{override}': '{keys[0]}' belongs to the file",
+            mend="write a recipe of your own with another base, or choose a preset with --preset",
+        )
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        value = parse_yaml(text)
+    except YamlError as error:
         raise RecipeError(f"override '{override}': the value is no YAML ({error})") from None
     return _set_at(document, keys, value, override)
 
@@ -191,16 +223,16 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path in seen:
         raise RecipeError(f"recipe bases go in a circle: {' -> '.join(item.stem for item in (*seen, path))}")
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        document = parse_yaml(path.read_text(encoding="utf-8-sig"))
+    except (YamlError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path.name}: not readable as YAML: {error}") from None
     if not isinstance(document, dict):
         raise RecipeError(f"{path.name}: a recipe is a mapping of sections")
     base = document.get("base")
     if base is None:
         return document
-    beside = path.parent / f"{base}.yaml"
-    base_path = beside if beside.is_file() else find_recipe(str(base))
+    beside = [path.parent / f"{base}{ending}" for ending in ("", ".yaml")]
+    base_path = next((place for place in beside if place.is_file()), None) or find_recipe(str(base))
     parent = _read_with_bases(base_path, (*seen, path))
     parent.pop("abstract", None)
     return _merge_recipes(parent, document)
@@ -252,10 +284,25 @@ def resolve(recipe: Recipe) -> Recipe:
         config_model = MtpDrafterConfig if recipe.drafter.algorithm == "mtp" else BlockDrafterConfig
         lines = problems(error, config_model, under=("drafter",))
         raise RecipeError(f"recipe '{recipe.name}':\n" + "\n".join(f"  - {line}" for line in lines)) from None
+    _check_sources(resolved)
     for stage in resolved.training.stages:
         _check_objective(stage, config)
     _check_sequence(resolved.training.sequence_parallel, config)
     return resolved
+
+
+def _check_sources(recipe: Recipe) -> None:
+    for part in ("train", "evaluation"):
+        names = [source.name for source in getattr(recipe.data, part)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise RecipeError(f"data.{part}: two sources are called '{twice[0]}'", mend="give each a name of its own")
+        for source in getattr(recipe.data, part):
+            kind, _, place = source.source.partition(":")
+            if kind not in SOURCE_KINDS or not place:
+                raise RecipeError(
+                    f"data.{part}.{source.name}.source: '{source.source}' names no kind of source"
+                    f"{suggest(kind, SOURCE_KINDS)}; allowed: {', '.join(f'{kind}:…' for kind in SOURCE_KINDS)}"
+                )
 
 
 def _check_sequence(size: int, config: DrafterConfig) -> None:
@@ -305,8 +352,6 @@ def _resolve_target(recipe: Recipe) -> tuple[Any, tuple[int, ...]]:
             "mode_family": target.mode_family or known.mode_family,
             "geometry": target.geometry or known.geometry,
         }
-        if target.source and target.source != known.source and not target.source.startswith("folder:"):
-            filled["source"] = target.source
         return target.model_copy(update=filled), known.mask_token_ids
     if target.source is None:
         raise RecipeError(

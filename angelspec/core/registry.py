@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from angelspec.core.drafter_config import BlockAlgorithm
@@ -16,6 +15,7 @@ from angelspec.core.locations import resource_folder
 from angelspec.core.modes import Mode
 from angelspec.core.problems import problems
 from angelspec.core.repositories import Repository
+from angelspec.core.yaml_text import YamlError, parse_yaml
 
 REGISTRY_FILE = "registry.yaml"
 SCHEMA_FILE = "registry.schema.json"
@@ -137,9 +137,9 @@ def parse_registry(text: str) -> Registry:
         CheckpointError: no YAML, or everything that is wrong with its entries (by name and key).
     """
     try:
-        content = yaml.safe_load(text)
+        content = parse_yaml(text)
         return Registry.model_validate(content)
-    except yaml.YAMLError as error:
+    except YamlError as error:
         raise CheckpointError(f"{REGISTRY_FILE} is no YAML: {error}", mend="mend the file") from error
     except ValidationError as error:
         found = [_by_name(problem, content) for problem in problems(error, Registry)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from angelspec.core.errors import DataError
 from angelspec.core.recipe import DataSection, PromptSource
 from angelspec.core.workloads import Workload
 from angelspec.data.chat import ChatFormat, prompt_rows, rows_of_given
@@ -73,9 +74,11 @@ def check_files(
         total, supervised, supervised_share), and ``error`` if nothing is usable.
 
     Raises:
-        DataError: a file cannot be read at all.
+        DataError: a file cannot be read at all, or is the quarantine as well.
         TargetError: the target's tokenizer has no chat template.
     """
+    if quarantine is not None and any(quarantine.resolve() == Path(path).resolve() for path in paths):
+        raise DataError(f"{quarantine} is checked and can't be the quarantine", mend="name another --quarantine file")
     result = ReadResult()
     for path in paths:
         source = PromptSource(name=Path(path).name, source=f"file:{path}", prompt_key=prompt_key)

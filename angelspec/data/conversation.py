@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any
 
 from angelspec.core.fingerprint import fingerprint
+from angelspec.core.roles import Role
 from angelspec.core.workloads import Workload
-
-Role = Literal["system", "user", "assistant", "tool"]
-ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from angelspec.data.conversation import Conversation, Message
 from angelspec.data.generation import Answer
 from angelspec.data.reasons import RowRefused
 from angelspec.data.seeds import row_key
+from angelspec.hub.redaction import redact
 from angelspec.targets.target import Target
 
 _JOURNAL = "answers.jsonl"
@@ -83,11 +84,13 @@ def ask_endpoint(
 
     Returns:
         Answers in the order of ``asked``. One whose text cannot be rendered as an assistant turn has the finish reason
-        ``refused: ...`` and no tokens. The tokens of an unfinished one are those of its text alone.
+        ``refused: ...`` and no tokens, as has one that thinks in a mode without. The tokens of an unfinished one are
+        those of its text alone.
 
     Raises:
         MissingRequirement: the server refuses the key (401, 403) or cannot be reached.
-        DataError: the server refuses a request as wrong, or keeps failing after all retries.
+        DataError: the server refuses a request as wrong, keeps failing after all retries, or thinks although the mode
+            is no-think.
     """
     return asyncio.run(
         _ask_all(target, asked, section, mode=mode, conversations=conversations, folder=folder, on_progress=on_progress)
@@ -105,7 +108,7 @@ async def _ask_all(
     on_progress: Callable[[int, int], None],
 ) -> list[Answer]:
     journal = _Journal(folder / _JOURNAL)
-    key = os.environ.get(section.endpoint_key_variable, "")
+    key = _key(section.endpoint_key_variable)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=section.concurrency, max_keepalive_connections=section.concurrency)
     base = (section.endpoint_url or "").rstrip("/")
@@ -168,6 +171,20 @@ def _request(
     if arguments := family.arguments(mode):
         body["chat_template_kwargs"] = arguments
     return Request(prompt_id, sample, body)
+
+
+def _key(variable: str) -> str:
+    """The key in an environment variable, without the line end that a file leaves; empty: none.
+
+    Raises:
+        MissingRequirement: it can't stand in a header.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise MissingRequirement(
+            f"the key in ${variable} holds characters that no key has", mend=f"export {variable}=... again"
+        )
+    return key
 
 
 class _Server:
@@ -241,7 +258,7 @@ class _Server:
         return self._clean(" ".join(text.split())[:300])
 
     def _clean(self, text: str) -> str:
-        return text.replace(self._key, "***") if self._key else text
+        return redact(text, (self._key,) if self._key else ())
 
 
 def _retry_after(value: str | None) -> float:
@@ -296,9 +313,21 @@ class _Journal:
 
 def _answer(target: Target, *, mode: Mode, messages: Sequence[Mapping[str, Any]], reply: Reply) -> Answer:
     """Tokens of a reply: what the target's template shows of it behind the prompt, with the token that ends it."""
-    content, reasoning = _split_reasoning(reply, family=target.mode_family, mode=mode)
+    family = target.mode_family
+    if mode == "no-think" and family.think_close is not None:
+        if (reply.reasoning or "").strip():
+            raise DataError(
+                "the server thinks although it was asked not to: its template does not read "
+                f"{', '.join(family.arguments(mode)) or 'chat_template_kwargs'}",
+                mend="serve the target with the chat template of the recipe's target, or train for high-think",
+            )
+        if family.think_close in reply.content:
+            return Answer((), "refused: thinks")
+    content, reasoning = _split_reasoning(reply, family=family, mode=mode)
     if reply.finish_reason != "stop":
-        text = content if reasoning is None else f"{reasoning}\n{target.mode_family.think_close}\n\n{content}"
+        text = content
+        if reasoning is not None:  # one that was cut while it thought has not closed its thinking
+            text = f"{reasoning}\n{family.think_close}\n\n{content}" if content else reasoning
         return Answer(tuple(target.tokenizer.encode(text, add_special_tokens=False)), reply.finish_reason)
     turns = [
         Message(message["role"], message.get("content") or "", reasoning=message.get("reasoning_content"))

@@ -21,22 +21,35 @@ def json_line_rows(stream: BinaryIO, *, limit: int) -> Iterator[SourceRow]:
 def json_document_rows(path: Path, stream: BinaryIO, *, limit: int) -> Iterator[SourceRow]:
     """A .json file: one array of rows; JSON lines, as many such files are; or one object, a single row.
 
+    Inside an object no line begins with a brace as its second one, so a file whose two first lines do holds lines, and
+    a broken first one is one bad row.
+
     Raises:
         DataError: one object over several lines that is larger than the limit.
     """
-    first = b"\n"
-    while first.isspace():
-        first = stream.readline(limit).removeprefix(BYTE_ORDER_MARK)
-    first = first.strip()
+    first, second = _beginnings(stream, limit=limit)
     stream.seek(0)
     if first.startswith(b"["):
         rows = read_array(stream, limit=limit)
-    elif first.startswith(b"{") and not first.endswith(b"}"):
+    elif first.startswith(b"{") and not first.endswith(b"}") and not second.startswith(b"{"):
         rows = iter([_one_object(path, stream, limit=limit)])
     else:
         rows = read_lines(stream, limit=limit)
     for row in rows:
         yield _decode(row, limit=limit)
+
+
+def _beginnings(stream: BinaryIO, *, limit: int) -> tuple[bytes, bytes]:
+    """The first two lines that are not blank, without space around them; of one above the limit only that much."""
+    found: list[bytes] = []
+    while len(found) < 2 and (line := stream.readline(limit)):
+        rest = line
+        while not rest.endswith(b"\n") and (rest := stream.readline(limit)):
+            pass
+        if text := line.removeprefix(BYTE_ORDER_MARK).strip():
+            found.append(text)
+    first, second = (*found, b"", b"")[:2]
+    return first, second
 
 
 def _one_object(path: Path, stream: BinaryIO, *, limit: int) -> ByteRow:

@@ -13,7 +13,8 @@ from typing import Any
 
 from angelspec.core.errors import DataError
 from angelspec.core.modes import MODE_FAMILIES
-from angelspec.data.conversation import ROLES, Message, Role, ToolCall
+from angelspec.core.roles import ROLES, Role
+from angelspec.data.conversation import Message, ToolCall
 from angelspec.data.reasons import Reason, RowRefused
 from angelspec.data.source_row import parse_json
 

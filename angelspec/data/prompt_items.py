@@ -29,7 +29,8 @@ def prompt_source(text: str) -> PromptSource:
 
 
 def read_questions(items: Sequence[str], *, limit: int | None = None) -> dict[str, list[Conversation]]:
-    """Conversations that end with their first user turn, by the name of their source, at most ``limit`` of each.
+    """Conversations that end with their first user turn, by the name of their source, at most ``limit`` of each; one
+    that does not say its workload is classified as a server would.
 
     Raises:
         DataError: a source can't be read, or two share a name.
@@ -37,6 +38,6 @@ def read_questions(items: Sequence[str], *, limit: int | None = None) -> dict[st
     sources = [prompt_source(item).model_copy(update={"limit": limit}) for item in items]
     section = DataSection(train=tuple(sources), evaluation=tuple(sources))
     found: dict[str, list[Conversation]] = {source.name: [] for source in sources}
-    for item in first_round(read_sources(sources, section, responses="rollout").accepted):
+    for item in first_round(read_sources(sources, section, responses="rollout", classify=True).accepted):
         found[item.conversation.source].append(item.conversation)
     return found

@@ -56,7 +56,9 @@ class ReadResult:
             self.ignored_keys[key] = self.ignored_keys.get(key, 0) + count
 
 
-def read_source(source: PromptSource, section: DataSection, *, responses: Responses | None = None) -> ReadResult:
+def read_source(
+    source: PromptSource, section: DataSection, *, responses: Responses | None = None, classify: bool = False
+) -> ReadResult:
     """Read one source.
 
     Args:
@@ -64,6 +66,7 @@ def read_source(source: PromptSource, section: DataSection, *, responses: Respon
             what the rows say, and not on their order.
         section: role map, limits and seed.
         responses: overrides section.responses (evaluation prompts are always a rollout).
+        classify: whether a row that does not say its workload is classified as a server would; else it is refused.
 
     Returns:
         Accepted conversations in the order of the source, and every refused row.
@@ -79,6 +82,7 @@ def read_source(source: PromptSource, section: DataSection, *, responses: Respon
         responses=responses or section.responses,
         role_map=full_role_map(section.role_map),
         prompt_key=source.prompt_key,
+        default_workload="classify" if classify else None,
     )
     return read_content_rows(
         content, rules, max_line_bytes=section.max_line_bytes, limit=source.limit, seed=section.seed
@@ -152,6 +156,7 @@ def read_sources(
     section: DataSection,
     *,
     responses: Responses | None = None,
+    classify: bool = False,
     quarantine: Path | None = None,
 ) -> ReadResult:
     """Read every source of a list, write the refused rows aside, and stop if too many of a source fell.
@@ -160,6 +165,7 @@ def read_sources(
         sources: sources with distinct names.
         section: see ``read_source``; max_bad_fraction holds for each source.
         responses: see ``read_source``.
+        classify: see ``read_source``.
         quarantine: JSONL file for the refused rows; written even when there are none.
 
     Raises:
@@ -171,7 +177,7 @@ def read_sources(
     result = ReadResult()
     results = []
     for source in sources:
-        results.append(read_source(source, section, responses=responses))
+        results.append(read_source(source, section, responses=responses, classify=classify))
         result.extend(results[-1])
     if quarantine is not None:
         write_quarantine(quarantine, result.rejected)

@@ -72,7 +72,7 @@ def rollout_shards(
     """
     ordered = _ordered(target, prompts, section)
     shards = [ordered[start : start + section.shard_size] for start in range(0, len(ordered), section.shard_size)]
-    _claim(folder, target=target, shards=shards, section=section, mode=mode)
+    threads = _claim(folder, target=target, shards=shards, section=section, mode=mode)
     paths = [folder / f"shard-{number:05d}.jsonl" for number in range(len(shards))]
     todo = [number for number, path in enumerate(paths) if not path.exists()]
     total = len(ordered) * section.samples_per_prompt
@@ -90,7 +90,7 @@ def rollout_shards(
             target, shards, todo, section, mode=mode, conversations=conversations, folder=folder, report=report
         )
     else:
-        finished = _answer_locally(target, shards, todo, section, mode=mode, report=report)
+        finished = _answer_locally(target, shards, todo, section, mode=mode, threads=threads, report=report)
     for number, records in finished:
         write_text_atomic(paths[number], "".join(record.to_json() + "\n" for record in records))
         tokens_done += sum(len(record.answer_tokens) for record in records)
@@ -120,8 +120,11 @@ def _ordered(target: Target, prompts: Sequence[Prompt], section: RolloutSection)
     return sorted(prompts, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.id))
 
 
-def _claim(folder: Path, *, target: Target, shards: list[list[Prompt]], section: RolloutSection, mode: Mode) -> None:
-    """Make sure that shards found here are of this very rollout."""
+def _claim(folder: Path, *, target: Target, shards: list[list[Prompt]], section: RolloutSection, mode: Mode) -> int:
+    """Make sure that shards found here are of this very rollout; returns the threads of its processes.
+
+    Threads may change the last bit of a product, so a resumed rollout keeps those that it began with.
+    """
     settings = section.model_dump(
         mode="json",
         include={"backend", "temperature", "top_p", "samples_per_prompt", "max_new_tokens", "batch_size", "shard_size",
@@ -134,14 +137,16 @@ def _claim(folder: Path, *, target: Target, shards: list[list[Prompt]], section:
         "num_prompts": len(content),
         "mode": mode,
         "settings": settings,
+        "threads": 1 if section.backend == "endpoint" else plan_processes(target, section, shards=shards)[1],
     }
     try:
         found = read_json(folder / _PLAN)
     except FileNotFoundError:
         write_json_atomic(folder / _PLAN, plan)
-        return
+        return plan["threads"]
     if found.get("fingerprint") != plan["fingerprint"]:
         raise DataError(f"{folder} holds another rollout", mend="choose another folder, or delete this one")
+    return int(found.get("threads", plan["threads"]))
 
 
 def _answer_locally(
@@ -151,6 +156,7 @@ def _answer_locally(
     section: RolloutSection,
     *,
     mode: Mode,
+    threads: int,
     report: Callable[[int, int], None],
 ) -> Iterator[tuple[int, list[AnswerRecord]]]:
     """Answer shards, beside each other in processes where that is worth their start."""
@@ -180,7 +186,7 @@ def _answer_locally(
             for (prompt, sample), (tokens, reason) in zip(asked[number], answers, strict=True)
         ]
 
-    workers, threads = plan_processes(target, section, shards=shards)
+    workers, _ = plan_processes(target, section, shards=shards)
     work = 2.0 * target.geometry.num_parameters * sum(len(rows) for rows in asked.values()) * section.max_new_tokens
     if target.section is not None and workers > 1 and len(todo) > 1 and work >= _WORTH_PROCESSES:
         for number, answers in answer_in_processes(
@@ -210,8 +216,7 @@ def plan_processes(target: Target, section: RolloutSection, *, shards: Sequence[
     """Processes of a rollout and threads of each, from the machine and the whole rollout (not from what is left).
 
     A decoding step's products are too small to gain from threads, so every core gets a process as long as there are
-    shards and memory for it. Threads may change the last bit of a product, so they must not depend on a resume. An
-    accelerator is one process's.
+    shards and memory for it. An accelerator is one process's.
 
     Raises:
         MissingRequirement: the accelerator's memory is too small for the batch.

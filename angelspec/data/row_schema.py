@@ -15,13 +15,15 @@ the user turns are asked again, one after another (``rounds.py``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from angelspec.core.classifier import classify
 from angelspec.core.errors import suggest
+from angelspec.core.roles import Role
 from angelspec.core.workloads import WORKLOADS, Workload
-from angelspec.data.conversation import Conversation, Message, Role
+from angelspec.data.conversation import Conversation, Message
 from angelspec.data.messages import clean_text, read_content, read_messages, read_tools
 from angelspec.data.reasons import Note, Reason, Remark, RowRefused
 from angelspec.data.source_row import parse_json
@@ -65,8 +67,8 @@ class RowRules:
     responses: Responses
     role_map: Mapping[str, Role]
     prompt_key: str | None = None
-    default_workload: Workload | None = None
-    """For rows that do not say theirs; None: such rows are refused."""
+    default_workload: Workload | Literal["classify"] | None = None
+    """For rows that do not say theirs: one, or what a server's classifier calls them; None: they are refused."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def read_row(value: Any, *, rules: RowRules, file: str, line: int) -> ReadRow:
     language = value.get("language")
     conversation = Conversation(
         id="",
-        workload=_workload(value, rules=rules),
+        workload=_workload(value, messages, rules=rules),
         messages=messages,
         source=rules.source,
         tools=read_tools(value.get("tools")),
@@ -124,16 +126,16 @@ def _id(value: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _workload(value: Mapping[str, Any], *, rules: RowRules) -> Workload:
+def _workload(value: Mapping[str, Any], messages: Sequence[Message], *, rules: RowRules) -> Workload:
     if rules.workload is not None:
         return rules.workload
     given = next((value[key] for key in WORKLOAD_KEYS if value.get(key) not in _ABSENT), None)
+    if given is None and rules.default_workload == "classify":
+        return classify([message.to_template() for message in messages]).workload
     if given is None and rules.default_workload is not None:
         return rules.default_workload
     if given in WORKLOADS:
         return given
-    if rules.default_workload is not None:
-        return rules.default_workload
     detail = "no 'workload' or 'domain'" if given is None else f"workload '{given}'{suggest(str(given), WORKLOADS)}"
     raise RowRefused(
         Reason.UNKNOWN_WORKLOAD, f"{detail}; use one of {', '.join(WORKLOADS)}, or state the source's workload"

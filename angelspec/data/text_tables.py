@@ -13,6 +13,9 @@ from angelspec.data.byte_rows import BYTE_ORDER_MARK
 from angelspec.data.reasons import Reason, RowRefused
 from angelspec.data.source_row import RAW_CHARACTERS, SourceRow, bad_byte, raw_text, too_long
 
+_LOST_LINES = 20
+"""A row that is cut inside quotes may hold so many lines; more are rows that an open quote swallowed."""
+
 
 class _PhysicalLines:
     """Lines for csv.reader, which joins those inside quotes; bytes that are not UTF-8 stay recoverable."""
@@ -27,7 +30,7 @@ class _PhysicalLines:
     def start_row(self) -> None:
         """Begin to describe another row."""
         self.first_line, self.first_offset = self._line + 1, self._offset
-        self.size = 0
+        self.size = self.count = 0
         self.too_long = False
         self.bad_byte: RowRefused | None = None
         self.raw = b""
@@ -44,6 +47,7 @@ class _PhysicalLines:
             size += len(end)
         self.too_long |= size > self._limit + 2
         self._line += 1
+        self.count += 1
         if self._line == 1:
             data = data.removeprefix(BYTE_ORDER_MARK)
         if len(self.raw) < 4 * RAW_CHARACTERS:
@@ -64,7 +68,7 @@ def table_rows(path: Path, stream: BinaryIO, *, delimiter: str, limit: int) -> I
     """Read a table with a header; a quoted field may hold line ends, which are kept as they are.
 
     Raises:
-        DataError: no readable header, or one that names a column twice.
+        DataError: no readable header, one that names a column twice, or a quote that takes many lines to the end.
     """
     lines = _PhysicalLines(stream, limit=limit)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
@@ -80,6 +84,12 @@ def table_rows(path: Path, stream: BinaryIO, *, delimiter: str, limit: int) -> I
             return
         except csv.Error as error:
             refused = _refused(str(error), limit=limit)
+            if refused.reason is Reason.TRUNCATED and lines.count > _LOST_LINES:
+                raise DataError(
+                    f"{path}: a quote that line {lines.first_line} opens is never closed; {lines.count - 1:,} lines "
+                    "behind it can't be told apart",
+                    mend="close it, or double the quotes inside the field",
+                ) from None
         if lines.too_long or lines.size > limit + 2:
             refused = too_long(lines.size, limit=limit)
         refused = refused or lines.bad_byte

@@ -11,6 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.locations import cache_folder
 from angelspec.core.registry import load_registry
 from angelspec.hub.pull import cached, drafter_cache, fetch_lock, forget, is_partial, pointers
-from angelspec.pipeline.record import RECORD_FILE, read_record
+from angelspec.pipeline.record import RECORD_FILE, RUN_LOCK, read_record
+from angelspec.pipeline.store import STAGE_FILE, read_users, users_file
 from angelspec.targets.sources import BUILD_LOCK, SOURCE_RECORD
 
 _DAY = 86400.0
@@ -30,6 +32,7 @@ _UNFINISHED_FOR = 1 / 24
 """Days without a change after which a half-written copy is taken for abandoned."""
 _STAGE = re.compile(r"[a-z][a-z0-9-]*-[0-9a-f]{16}")
 _RUN_FILES = ("recipe.yaml", RECORD_FILE, "comparison.json")
+_NUMBER = r"\d+(?:\.\d*)?|\.\d+"
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _AGES = {"h": 1 / 24, "d": 1.0, "w": 7.0, "m": 30.0}
 
@@ -61,7 +64,7 @@ def parse_size(text: str) -> int:
     Raises:
         AngelspecError: no size.
     """
-    found = re.fullmatch(r"([\d.]+)\s*([KMGT]?B?)", text.strip().upper())
+    found = re.fullmatch(rf"({_NUMBER})\s*([KMGT]?B?)", text.strip().upper())
     unit = found[2] if found and found[2].endswith("B") else f"{found[2]}B" if found and found[2] else ""
     try:
         return int(float(found[1]) * _SIZES[unit]) if found else int(text)
@@ -75,7 +78,7 @@ def parse_age(text: str) -> float:
     Raises:
         AngelspecError: no age.
     """
-    found = re.fullmatch(r"([\d.]+)\s*([hdwm])", text.strip().lower())
+    found = re.fullmatch(rf"({_NUMBER})\s*([hdwm])", text.strip().lower())
     if not found:
         raise AngelspecError(f"'{text}' is no age", mend="write a number with h, d, w or m, like 30d")
     return float(found[1]) * _AGES[found[2]]
@@ -94,14 +97,28 @@ def find_items(runs: Path, *, older_than: float = 0.0, larger_than: int = 0) -> 
     return sorted(kept, key=lambda item: (-item.size, str(item.path)))
 
 
-def remove(item: Item) -> None:
-    """Remove it, and the pointers that led to it."""
-    if drafter_cache() in item.path.parents:
-        forget(item.path)
-    if item.path.is_dir() and not item.path.is_symlink():
-        shutil.rmtree(item.path)
-    else:
-        item.path.unlink()
+def remove(item: Item) -> bool:
+    """Remove it, and the pointers that led to it, while no command can begin to work in it.
+
+    Returns:
+        False: a command works in it, and it stays.
+    """
+    with ExitStack() as held:
+        try:
+            for path in item.locks:
+                if path.is_file():
+                    held.enter_context(FileLock(path, timeout=0))
+        except Timeout:
+            return False
+        if drafter_cache() in item.path.parents:
+            forget(item.path)
+        (item.path / STAGE_FILE).unlink(missing_ok=True)  # what is left of an interrupted removal is no finished stage
+        if item.path.is_dir() and not item.path.is_symlink():
+            shutil.rmtree(item.path)
+        else:
+            item.path.unlink()
+    users_file(item.path).unlink(missing_ok=True)
+    return True
 
 
 def _item(path: Path, what: str, *, named_by: tuple[str, ...] = (), locks: tuple[Path, ...] = ()) -> Item:
@@ -124,23 +141,27 @@ def _runs(runs: Path) -> Iterator[Item]:
     for path in _run_folders(runs):
         drafter = path / "drafter" / "config.json"
         named = (f"its drafter, {drafter.parent}",) if drafter.is_file() else ()
-        yield _item(path, "run", named_by=named, locks=tuple((path / "store").glob(".*.lock")))
+        yield _item(path, "run", named_by=named, locks=(path / RUN_LOCK, *(path / "store").glob(".*.lock")))
 
 
 def _stages(runs: Path) -> Iterator[Item]:
     store = runs / "store"
     if not store.is_dir():
         return
-    users: dict[str, list[str]] = {}
-    for run in _run_folders(runs):
-        for stage in read_record(run).values():
-            users.setdefault(Path(str(stage.get("folder"))).name, []).append(f"run {run.name}")
+    inside = list(_run_folders(runs))
     for path in sorted(store.iterdir()):
         if path.is_dir() and _STAGE.fullmatch(path.name):
-            named = users.get(path.name, [])
+            outputs = dict.fromkeys((*inside, *map(Path, read_users(path))))
+            users = [output for output in outputs if _uses(output, path.name)]
+            named = [f"run {output.name if output in inside else output}" for output in users]
             if not (path / "stage.json").is_file() and any(path.rglob("latest")):
                 named = [*named, "its pointer 'latest': a rerun goes on from there"]
-            yield _item(path, "stage", named_by=tuple(named), locks=(store / f".{path.name}.lock",))
+            locks = (store / f".{path.name}.lock", *(output / RUN_LOCK for output in users))
+            yield _item(path, "stage", named_by=tuple(named), locks=locks)
+
+
+def _uses(output: Path, stage: str) -> bool:
+    return any(Path(str(entry.get("folder"))).name == stage for entry in read_record(output).values())
 
 
 def _targets() -> Iterator[Item]:

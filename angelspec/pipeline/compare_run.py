@@ -19,7 +19,7 @@ from angelspec.evaluation.comparison_plot import plot_comparison
 from angelspec.pipeline.evaluation_stages import exported_drafter
 from angelspec.pipeline.measuring import LOOKUP, lookup_proposer, measure_settings, suites_of
 from angelspec.pipeline.progress import Progress, table_console
-from angelspec.pipeline.record import RunRecord
+from angelspec.pipeline.record import RunRecord, only_run_in
 from angelspec.pipeline.requirements import check_requirements
 from angelspec.pipeline.runner import run_stages
 from angelspec.pipeline.session import Session
@@ -46,7 +46,7 @@ def run_comparison(
 
     Raises:
         RecipeError: a variant is wrong; before anything runs.
-        MissingRequirement: this machine cannot run it.
+        MissingRequirement: this machine cannot run it, or another run writes into ``output``.
     """
     started = time.monotonic()
     runs = list(comparison.runs())
@@ -60,9 +60,9 @@ def run_comparison(
             f"a comparison is run by one process, and {session.ranks.world_size} were started",
             mend="start it without torchrun",
         )
-    record = RunRecord(output)
     trainings, proposers = [], {}
-    with progress.running():
+    with only_run_in(output), progress.running():
+        record = RunRecord(output)
         for number, (variant, seed, recipe) in enumerate(runs, start=1):
             progress.say(f"({number}/{len(runs)}) variant '{variant}', seed {seed}")
             stages = [stage for stage in stages_of(recipe) if stage.name not in _NOT_COMPARED]

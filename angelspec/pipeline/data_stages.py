@@ -26,6 +26,7 @@ from angelspec.data.split import split_held_out
 from angelspec.data.tokenised import row_from_answer
 from angelspec.pipeline.estimates import amounts
 from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
+from angelspec.targets.sources import content_of_folder
 from angelspec.targets.target import Target, verify_target
 
 _NOT_OF_THE_ANSWERS = {"keep_finish_reasons", "concurrency", "retries", "timeout_seconds", "endpoint_key_variable"}
@@ -41,6 +42,7 @@ def _target_inputs(recipe: Recipe) -> Mapping[str, Any]:
         "target": recipe.target.model_dump(mode="json", exclude={"name", "trust_remote_code"}),
         "layer_ids": list(recipe.drafter_config().target_layer_ids),
         "chat_template": None if template is None else file_sha256(Path(template).expanduser()),
+        **({} if (content := content_of_folder(recipe.target.source)) is None else {"content": content}),
     }
 
 
@@ -135,7 +137,7 @@ PROMPTS = Stage(
 
 
 def _run_decontaminate(work: Work) -> StageOutput:
-    tokenizer = work.session.target(work.recipe.target.dtype).tokenizer
+    tokenizer = work.target(work.recipe.target.dtype).tokenizer
     prompts = work.before["prompts"].folder
     train = read_conversations(prompts / "train.jsonl")
     with work.progress.meter("decontaminate", total=len(train), unit="rows") as meter:
@@ -187,7 +189,7 @@ def _rollout_inputs(recipe: Recipe) -> Mapping[str, Any]:
 
 def _run_rollout(work: Work) -> StageOutput:
     section, mode = work.recipe.rollout, work.recipe.mode
-    target = work.session.target(section.dtype)
+    target = work.target(section.dtype)
     chat = chat_format(target, mode=mode)
     rounds: list[Round] = first_round(read_conversations(work.before["decontaminate"].folder / "train.jsonl"))
     paths: list[Path] = []
@@ -293,7 +295,7 @@ def _run_pack(work: Work) -> StageOutput:
     dropped: dict[str, int] = {}
     summary: dict[str, Any] = {"dropped": dropped}
     if recipe.data.responses == "given":
-        target = work.session.target(recipe.target.dtype)
+        target = work.target(recipe.target.dtype)
         given = rows_of_given(
             read_conversations(work.before["decontaminate"].folder / "train.jsonl"),
             chat_format(target, mode=recipe.mode),

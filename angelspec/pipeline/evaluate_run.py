@@ -97,7 +97,7 @@ def evaluate_checkpoints(
             f"({manifests[0].target.digest})",
             mend="give the right target with --target",
         )
-    read = read_sources(recipe.data.evaluation, recipe.data, responses="rollout")
+    read = read_sources(recipe.data.evaluation, recipe.data, responses="rollout", classify=True)
     suites = suites_of(
         read.accepted,
         target,

@@ -55,7 +55,7 @@ def exported_drafter(recipe: Recipe, path: Path) -> Drafter:
 def _run_evaluate(work: Work) -> StageOutput:
     recipe = work.recipe
     work.session.release_features()
-    target = work.session.target(recipe.evaluation.dtype)
+    target = work.target(recipe.evaluation.dtype)
     suites = suites_of(
         read_conversations(work.before["prompts"].folder / "evaluation.jsonl"),
         target,
@@ -73,7 +73,7 @@ def _run_evaluate(work: Work) -> StageOutput:
         suites,
         recipe=recipe,
         settings=measure_settings(recipe),
-        exact_target=work.session.target("float32"),
+        exact_target=work.target("float32"),
         folder=work.folder,
         progress=work.progress,
         title=recipe.name,

@@ -98,7 +98,7 @@ def _run_export(work: Work) -> StageOutput:
     report = Report.load(report_folder / REPORT_FILE)
     folder = work.folder / "drafter"
     dtype = getattr(torch, recipe.export.dtype)
-    embedding = work.session.target(recipe.target.dtype).embedding_VD if recipe.export.include_embedding else None
+    embedding = work.target(recipe.target.dtype).embedding_VD if recipe.export.include_embedding else None
     export_drafter(
         drafter,
         folder,

@@ -13,7 +13,7 @@ from angelspec.evaluation.rendering import print_report
 from angelspec.evaluation.report import Report
 from angelspec.evaluation.tables import Table
 from angelspec.pipeline.progress import Progress, table_console
-from angelspec.pipeline.record import RunRecord
+from angelspec.pipeline.record import RunRecord, only_run_in
 from angelspec.pipeline.requirements import check_requirements
 from angelspec.pipeline.runner import follow_stages, run_stages
 from angelspec.pipeline.session import Session
@@ -39,7 +39,8 @@ def run_recipe(
         progress: where to show progress; None: the console.
 
     Raises:
-        MissingRequirement: this machine cannot run it (before anything is downloaded).
+        MissingRequirement: this machine cannot run it (before anything is downloaded), or another run writes into
+            ``output``.
         AngelspecError: a stage cannot go on; finished and half-finished stages stay.
     """
     check_requirements(recipe, output=output)
@@ -52,12 +53,12 @@ def run_recipe(
         return drafter
     progress = progress or Progress(quiet=quiet)
     resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    write_text_atomic(output / "recipe.yaml", resolved)
-    record = RunRecord(output)
-    session.ranks.barrier()
-    with progress.running():
+    with only_run_in(output), progress.running():
+        write_text_atomic(output / "recipe.yaml", resolved)
+        record = RunRecord(output)
+        session.ranks.barrier()
         results = run_stages(stages, recipe, store=Store(store), session=session, progress=progress, record=record)
-    _replace_folder(results["export"].folder / "drafter", drafter)
+        _replace_folder(results["export"].folder / "drafter", drafter)
     if not quiet:
         _print_end(recipe, drafter, target_folder=Path(results["target"].output.summary["folder"]))
     return drafter

@@ -6,16 +6,43 @@ It names the stages for ``angelspec clean`` and for the other ranks of the run, 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from angelspec.core.errors import MissingRequirement
 from angelspec.core.files import read_json, write_json_atomic
 from angelspec.pipeline.stage import StageResult
 
 RECORD_FILE = "stages.json"
+RUN_LOCK = ".run.lock"
+"""In a run's output folder; held while the run goes on."""
 LOOK_SECONDS = 0.5
 """Between two looks of a rank at what the first one has done."""
+
+
+@contextmanager
+def only_run_in(output: Path) -> Iterator[None]:
+    """Hold a run's output folder.
+
+    Raises:
+        MissingRequirement: another run holds it.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output / RUN_LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise MissingRequirement(
+            f"another run writes into {output} now", mend="wait for it, or give this one another --output"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class RunRecord:

@@ -9,7 +9,7 @@ import psutil
 
 from angelspec.core.errors import DataError, MissingRequirement
 from angelspec.core.known_targets import KNOWN_TARGETS
-from angelspec.core.recipe import Recipe
+from angelspec.core.recipe import TARGET_LAYER, Recipe
 from angelspec.data.sources import files_here
 
 _GIB = 2**30
@@ -65,6 +65,13 @@ def missing_requirements(recipe: Recipe, *, output: Path) -> list[str]:
                 files_here(source)
             except DataError as error:
                 missing.append(f"data.{part}.{source.name}.source: {error.message}; {error.mend}")
+    start = recipe.drafter.initial_checkpoint
+    for key, path in (
+        ("target.chat_template", recipe.target.chat_template),
+        ("drafter.initial_checkpoint", None if start == TARGET_LAYER else start),
+    ):
+        if path is not None and not Path(path).expanduser().exists():
+            missing.append(f"{key}: '{path}' does not exist")
     from angelspec.training.distributed import announced_ranks
 
     together, started = recipe.training.sequence_parallel, announced_ranks()

@@ -51,6 +51,7 @@ def run_stages(
             finished = store.finished(folder)
             folder.mkdir(parents=True, exist_ok=True)
             record.enter(f"{prefix}{stage.name}", folder)
+            store.note_user(folder, record.path.parent)
             if stage.by_all_ranks:
                 session.ranks.any(finished is None)
             if finished is None:

@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from angelspec.core.errors import TargetError
 from angelspec.core.recipe import Recipe
 from angelspec.pipeline.progress import Progress
 from angelspec.pipeline.session import Session
+
+if TYPE_CHECKING:
+    from angelspec.targets.target import Target
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,22 @@ class Work:
     """Finished stages, by name."""
     session: Session
     progress: Progress
+
+    def target(self, dtype: str) -> Target:
+        """The target in ``float32`` or ``bfloat16``, after a look whether it is still the one of the stages before.
+
+        Raises:
+            TargetError: it is another one by now.
+        """
+        target, stage = self.session.target(dtype), self.before["target"]
+        if target.digest != stage.output.digest:
+            known, revision = stage.output.summary["source"], stage.output.summary["revision"]
+            raise TargetError(
+                f"{known} is another model by now than the one that {stage.folder} was made from"
+                + (f" (revision {revision}; now {target.revision})" if revision else ""),
+                mend=f"pin what you mean in target.source (…@{revision or 'REVISION'}), or remove that folder",
+            )
+        return target
 
 
 @dataclass(frozen=True)

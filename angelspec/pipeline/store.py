@@ -12,7 +12,19 @@ from angelspec.core.fingerprint import fingerprint
 from angelspec.core.recipe import Recipe
 from angelspec.pipeline.stage import Stage, StageOutput, StageResult
 
-_DONE = "stage.json"
+STAGE_FILE = "stage.json"
+"""Marks a stage's folder as finished."""
+
+
+def users_file(folder: Path) -> Path:
+    """Beside a stage's folder: the output folders of the runs that have used it, a line each."""
+    return folder.parent / f".{folder.name}.users"
+
+
+def read_users(folder: Path) -> list[str]:
+    """What ``users_file`` holds."""
+    path = users_file(folder)
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
 
 
 class Store:
@@ -41,12 +53,19 @@ class Store:
         self.root.mkdir(parents=True, exist_ok=True)
         return FileLock(self.root / f".{stage.name}-{name}.lock")
 
+    def note_user(self, folder: Path, output: Path) -> None:
+        """Remember which run uses a stage, for ``angelspec clean``: the run's folder may lie anywhere."""
+        users, line = users_file(folder), str(output.absolute())
+        if line not in read_users(folder):
+            with users.open("a", encoding="utf-8") as stream:
+                stream.write(f"{line}\n")
+
     @staticmethod
     def finished(folder: Path) -> StageResult | None:
         """The finished stage in that folder, if it is finished."""
-        if not (folder / _DONE).is_file():
+        if not (folder / STAGE_FILE).is_file():
             return None
-        record = read_json(folder / _DONE)
+        record = read_json(folder / STAGE_FILE)
         output = StageOutput(record["digest"], record["summary"])
         return StageResult(folder, record["fingerprint"], output, record["seconds"], reused=True)
 
@@ -61,5 +80,5 @@ class Store:
             "seconds": round(seconds, 3),
             "inputs": dict(inputs),
         }
-        write_json_atomic(folder / _DONE, record)
+        write_json_atomic(folder / STAGE_FILE, record)
         return StageResult(folder, name, output, seconds, reused=False)

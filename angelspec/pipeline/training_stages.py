@@ -56,12 +56,12 @@ def _training_stage(recipe: Recipe, index: int) -> Stage:
             initial = start if start == TARGET_LAYER else _tensors_digest(_initial_weights(recipe))
         return {
             "drafter": config.model_dump(mode="json"),
+            "target_dtype": recipe.target.dtype,
             "training": {
                 **{key: value for key, value in training.items() if key not in {*WITHOUT_EFFECT, "stages"}},
                 "rows_per_step": rows,
             },
             "stage": training["stages"][0],
-            "target_dtype": recipe.target.dtype,
             "initial": initial,
         }
 
@@ -104,7 +104,7 @@ def _training_stage(recipe: Recipe, index: int) -> Stage:
 def _run(work: Work, index: int) -> StageOutput:
     recipe = work.recipe
     section, config = section_of(recipe, index), recipe.drafter_config()
-    target = work.session.target(recipe.target.dtype)
+    target = work.target(recipe.target.dtype)
     rows = packed_rows(work)
     if section.workloads is not None:
         rows = {name: part.only(workloads=section.workloads) for name, part in rows.items()}
@@ -115,7 +115,9 @@ def _run(work: Work, index: int) -> StageOutput:
     elif recipe.drafter.initial_checkpoint is not None:
         initial = _initial_weights(recipe, target)
     features = work.session.features(
-        key=fingerprint([work.before["pack"].output.digest, list(config.target_layer_ids), section.features]),
+        key=fingerprint(
+            [work.before["pack"].output.digest, list(config.target_layer_ids), section.features, recipe.target.dtype]
+        ),
         make=lambda: _features(work, section, config.target_layer_ids, rows),
     )
     with work.progress.meter(stage_name(recipe, index), total=None, unit="steps") as meter:
@@ -162,7 +164,8 @@ def _run(work: Work, index: int) -> StageOutput:
 def _features(
     work: Work, section: TrainingSection, layer_ids: tuple[int, ...], rows: Mapping[str, Any]
 ) -> dict[str, Any]:
-    target = work.session.target(work.recipe.target.dtype)
+    target = work.target(work.recipe.target.dtype)
+    captured = fingerprint([list(layer_ids), work.recipe.target.dtype])
     made = {}
     for name, packed in rows.items():
         with work.progress.meter(f"features of {name} rows", total=len(packed), unit="rows") as meter:
@@ -171,7 +174,7 @@ def _features(
                 target,
                 packed,
                 layer_ids=layer_ids,
-                folder=work.before["pack"].folder / "features" / fingerprint(list(layer_ids)) / name,
+                folder=work.before["pack"].folder / "features" / captured / name,
                 ranks=work.session.ranks,
                 progress=lambda done, total, meter=meter: meter(done, total=total),
             )

@@ -237,6 +237,13 @@ def content_digest(folder: Path, *, extra: Any = None) -> str:
     return fingerprint({"files": {name: entry[2] for name, entry in hashes.items()}, "extra": extra}, length=64)
 
 
+def content_of_folder(source: str) -> str | None:
+    """``content_digest`` of a ``folder:`` source, which may change in place; None for others, and for no target."""
+    parsed = parse_source(source)
+    folder = Path(parsed.location).expanduser()
+    return content_digest(folder) if parsed.scheme == "folder" and not folder_problems(folder) else None
+
+
 def _content_sha256(path: Path) -> str:
     if path.name != "config.json":
         return file_sha256(path)

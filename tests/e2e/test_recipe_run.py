@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from angelspec.cli.main import cli
-from angelspec.core.errors import Interrupted
+from angelspec.core.errors import Interrupted, TargetError
 from angelspec.core.files import read_json
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe_files import load_recipe
@@ -19,8 +21,10 @@ from angelspec.pipeline.recipe_run import run_recipe
 from angelspec.pipeline.record import RunRecord
 from angelspec.pipeline.runner import run_stages
 from angelspec.pipeline.session import Session
+from angelspec.pipeline.stage import Work
 from angelspec.pipeline.stages import stages_of
 from angelspec.pipeline.store import Store
+from angelspec.targets.sources import materialise
 
 NAME = "tiny-dfly-llama"
 
@@ -235,3 +239,36 @@ def test_a_command_that_was_stopped_says_how_to_go_on(monkeypatch, stop):
     monkeypatch.setattr("angelspec.pipeline.recipe_run.run_recipe", stopped)
     done = CliRunner().invoke(cli, ["recipe", "run", NAME])
     assert done.exit_code == 130 and "the same command again" in done.output and "error" not in done.output
+
+
+def test_a_target_that_changes_in_place_is_another_target(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(materialise("random:llama"), folder)
+    recipe = load_recipe(NAME, overrides=[f"target={{source: 'folder:{folder}', dtype: float32}}"])
+
+    def first_stages(session):
+        progress, record = Recorder(), RunRecord(tmp_path / "out")
+        results = run_stages(
+            stages_of(recipe)[:3], recipe, store=Store(tmp_path / "store"), session=session, progress=progress,
+            record=record,
+        )  # fmt: skip
+        return results, progress
+
+    session = Session(recipe)
+    first, _ = first_stages(session)
+    assert first_stages(session)[1].ran == []
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor * 1.5 for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    fresh = Session(recipe)
+    with pytest.raises(TargetError, match="is another model by now than the one that .* was made from"):
+        Work(recipe, tmp_path, first, fresh, Recorder()).target("float32")
+    again, progress = first_stages(fresh)
+    assert progress.ran == ["target", "decontaminate"]  # the prompts are read without it
+    assert again["target"].output.digest != first["target"].output.digest
+
+
+def test_features_of_another_precision_are_other_features(tmp_path):
+    assert run(tmp_path, "training.features=disk", progress=Recorder())
+    recorder = Recorder()
+    run(tmp_path, "training.features=disk", "target.dtype=bfloat16", progress=recorder)
+    assert recorder.reused == ["prompts", "decontaminate", "rollout", "pack"]

@@ -44,7 +44,24 @@ def refusal(*overrides: str, name: str = NAME) -> str:
         ("training.stages.0.objective={}", "training.stages.0.objective", "no loss term is positive"),
         ("rollout.samples_per_prompt=2", "rollout", "temperature 0"),
         ("training.rows_per_step=3", "training", "multiple"),
-        ("format_version=x", "format_version", "integer"),
+        ("format_version=x", "format_version", "allowed: 1"),
+        ("format_version=7", "format_version", "allowed: 1"),
+        ("pack.max_document_tokens=4096", "pack.max_document_tokens", "9 to pack.row_length (512)"),
+        ("pack.max_document_tokens=8", "pack.max_document_tokens", "9 to pack.row_length (512)"),
+        ("rollout.keep_finish_reasons=[]", "rollout.keep_finish_reasons", "at least 1"),
+        ("training.workloads=[]", "training.workloads", "at least 1"),
+        ("training.optimizer.betas=[5, 9]", "training.optimizer.betas.0", "less than 1"),
+        ("training.optimizer.learning_rate=.inf", "training.optimizer.learning_rate", "finite"),
+        ("training.stages.cold-start.epochs=.inf", "epochs", "finite"),
+        ("training.stages.cold-start.objective.lk=.nan", "objective.lk", "finite"),
+        ("evaluation.temperatures=[.nan]", "evaluation.temperatures.0", "finite"),
+        ("data.role_map.model=asistant", "data.role_map.model", "did you mean 'assistant'"),
+        ("data.train.0.name=code", "data.train", "two sources are called 'code'"),
+        ("data.train.0.source=filee:/x", "data.train.chat.source", "did you mean 'file'"),
+        ("data.train.0.source=train.jsonl", "data.train.chat.source", "builtin:…, file:…, hf:…"),
+        ("base=tiny-dfly-llama", "'base' belongs to the file", "a recipe of your own"),
+        ("presets.quick.mode=x", "'presets' belongs to the file", "--preset"),
+        ("name=2024-13-45", "the value is no YAML", "month"),
     ],
 )
 def test_refuses_by_key_and_allowed_values(override, key, allowed):
@@ -215,3 +232,43 @@ def test_the_command_of_a_run_is_one_that_gives_it_again():
     assert run_command(load_recipe(NAME)) == f"angelspec recipe run {NAME}"
     assert run_command(load_recipe(NAME, preset="quick")) == f"angelspec recipe run {NAME} --preset quick"
     assert run_command(load_recipe(NAME, overrides=["training.seed=1"])).startswith("angelspec recipe run recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "training: {rows_per_step: 8}\ntraining: {log_every: 3}\n",
+            r"'training' stands twice .* \(lines 4 and 5\)",
+        ),
+        ("presets: {quick: }\n", "presets.quick is a mapping of changes, not None"),
+        ("presets: [quick]\n", "presets is a mapping of names to changes"),
+        ("presets: {quick: {base: tiny-dfly-qwen3}}\n", "presets.quick.base: a preset can't change this"),
+        ("drafter: {algorithm: mtp, num_layers: 2}\n", "drafter.num_layers: unknown key"),
+    ],
+)
+def test_what_a_file_says_is_never_dropped(tmp_path, text, told):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"base: smollm2-dfly-nothink\nname: mine\ndescription: mine\n{text}")
+    with pytest.raises(RecipeError, match=told):
+        load_recipe(str(path), preset="quick" if "presets" in text else None)
+
+
+def test_a_key_stated_with_another_family_is_kept_whatever_the_base_says(tmp_path):
+    base = tmp_path / "eight.yaml"
+    base.write_text("base: smollm2-dfly-nothink\nname: eight\ndescription: x\ndrafter: {num_heads: 3}\n")
+    child = tmp_path / "mtp.yaml"
+    child.write_text("base: eight.yaml\nname: child\ndescription: x\ndrafter: {algorithm: mtp, num_heads: 3}\n")
+    assert load_recipe(str(child)).drafter.num_heads == 3
+    assert load_recipe(str(base), overrides=["drafter.algorithm=mtp", "drafter.num_heads=3"]).drafter.num_heads == 3
+    assert load_recipe(str(base), overrides=["drafter.algorithm=mtp"]).drafter.num_heads == 9  # the target's
+
+
+def test_a_base_is_looked_for_beside_its_recipe(tmp_path, monkeypatch):
+    (tmp_path / "base.yaml").write_text("base: tiny-dfly-llama\nname: base\ndescription: the right one\n")
+    (tmp_path / "mine.yaml").write_text("base: base.yaml\nname: mine\n")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "base.yaml").write_text("base: tiny-dfly-llama\nname: base\ndescription: the wrong one\n")
+    monkeypatch.chdir(elsewhere)
+    assert load_recipe("../mine.yaml").description == "the right one"

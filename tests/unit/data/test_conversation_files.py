@@ -9,7 +9,7 @@ from angelspec.data.conversation import Conversation, Message, ToolCall
 from angelspec.data.conversation_files import read_conversations, write_conversations
 
 
-def test_round_trip_is_exact_and_forgets_where_it_was_read(tmp_path):
+def test_round_trip_is_exact_and_keeps_where_it_was_read_aside(tmp_path):
     conversation = Conversation(
         id="a/1",
         workload="chat",
@@ -29,7 +29,8 @@ def test_round_trip_is_exact_and_forgets_where_it_was_read(tmp_path):
     assert first == second
     assert first.messages == conversation.messages
     assert first.content_hash == conversation.content_hash
-    assert (first.file, first.line) == ("", 0)
+    assert (first.file, first.line) == ("/somewhere.jsonl", 7)
+    assert "somewhere" not in (tmp_path / "c.jsonl").read_text()  # equal content is equal bytes wherever it lay
 
 
 def test_a_damaged_file_is_named(tmp_path):

@@ -301,3 +301,43 @@ def test_rollout_through_a_server(tmp_path):
     assert seen[-1] == {"done_tokens": tokens, "done_prompts": 8, "total_prompts": 8}
     everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert KEY.encode() not in everything
+
+
+@pytest.mark.parametrize("mode, family", [("no-think", "qwen3"), ("no-think", "hy3")])
+def test_a_server_that_thinks_unasked_stops_the_rollout(tmp_path, mode, family):
+    with (
+        serving(lambda number, body: says("5", reasoning_content="2+3")) as server,
+        pytest.raises(DataError, match="the server thinks although it was asked not to"),
+    ):
+        ask(server, tmp_path, mode=mode, family=family)
+
+
+def test_an_answer_that_thinks_in_its_text_is_refused_in_a_mode_without(tmp_path):
+    replies = [says("<think>\n2+3\n</think>\n\n5"), says("5")]
+    with serving(lambda number, body: replies[body["messages"][-1]["content"] == "b"]) as server:
+        thinks, plain = ask(server, tmp_path)
+    assert (thinks.finish_reason, thinks.tokens) == ("refused: thinks", ())
+    assert text_of(plain) == "5<|im_end|>"
+
+
+def test_thinking_that_was_cut_is_not_closed(tmp_path):
+    replies = {
+        "thinking": says(None, reason="length", reasoning_content="2+3 is"),
+        "answering": says("It is", reason="length", reasoning_content="2+3"),
+    }
+    with serving(lambda number, body: replies[body["messages"][-1]["content"]]) as server:
+        thinking, answering = ask(server, tmp_path, texts=list(replies), mode="high-think")
+    assert text_of(thinking) == "2+3 is"
+    assert text_of(answering) == "2+3\n</think>\n\nIt is"
+
+
+def test_no_error_shows_the_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\n")  # as read from a file
+    with serving(echo) as server:
+        ask(server, tmp_path, texts=["a"])
+        assert server.requests[-1][1] == f"Bearer {KEY}"
+        for bad in ("sk-\u00e4SECRET", "sk-SE CRET"):
+            monkeypatch.setenv("OPENAI_API_KEY", bad)
+            with pytest.raises(MissingRequirement, match=r"\$OPENAI_API_KEY holds characters") as caught:
+                ask(server, tmp_path / "other", texts=["a"])
+            assert "CRET" not in str(caught.value)

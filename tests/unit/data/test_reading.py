@@ -7,7 +7,9 @@ from angelspec.core.errors import DataError, MissingRequirement
 from angelspec.core.recipe import DataSection, PromptSource
 from angelspec.data import sources, typed_tables
 from angelspec.data.byte_rows import read_array, read_lines
+from angelspec.data.check import check_files
 from angelspec.data.messages import read_content
+from angelspec.data.prompt_items import read_questions
 from angelspec.data.reading import read_source, read_sources
 from angelspec.data.reasons import EXPLANATIONS, Reason, Remark
 from angelspec.data.sources import locate
@@ -321,3 +323,50 @@ def test_a_full_commit_needs_no_hub_and_a_silent_hub_is_named(monkeypatch):
         typed_tables.hub_revision("org/name", revision="main")
     with pytest.raises(DataError, match="state the revision once"):
         locate(PromptSource(name="x", source="hf:a/b@one", revision="two"))
+
+
+GOOD = [f'{{"id": "g{i}", "prompt": "question {i}"}}' for i in range(40)]
+
+
+def test_a_broken_first_line_costs_one_row_of_a_json_file(tmp_path):
+    path = tmp_path / "lines.json"
+    path.write_text("\n".join(['{"id": "g", "prompt":"cut', *GOOD]))
+    result = check_files([path], responses="rollout")
+    assert (result["accepted"], result["counts"]) == (40, {"invalid-json": 1})
+    path.write_text("\n".join(['{"id": "g", "prompt":"' + "x" * 4000 + '"}', *GOOD]))
+    result = check_files([path], responses="rollout", max_line_bytes=2000)
+    assert (result["accepted"], result["counts"]) == (40, {"line-too-long": 1})
+    path.write_text('{\n  "prompt": "one object"\n}\n')
+    assert check_files([path], responses="rollout")["accepted"] == 1
+
+
+def test_an_open_quote_that_swallows_a_table_is_an_error_of_the_file(tmp_path):
+    path = tmp_path / "table.csv"
+    rows = [f"g{i},question {i}" for i in range(40)]
+    path.write_text("\n".join(["id,prompt", *rows[:5], 'x,"open', *rows[5:]]))
+    with pytest.raises(DataError, match="a quote that line 7 opens is never closed; 35 lines behind it"):
+        check_files([path], responses="rollout")
+    path.write_text("\n".join(["id,prompt", *rows, 'x,"cut']))
+    result = check_files([path], responses="rollout")
+    assert (result["accepted"], result["counts"]) == (40, {"truncated": 1})
+
+
+def test_the_quarantine_is_no_file_that_is_checked(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text("\n".join([*GOOD, "{"]))
+    with pytest.raises(DataError, match="is checked and can't be the quarantine"):
+        check_files([path], responses="rollout", quarantine=tmp_path / "." / "q.jsonl")
+    assert path.read_text() == "\n".join([*GOOD, "{"])
+
+
+def test_rows_that_do_not_say_their_workload_are_classified_where_they_are_only_measured(tmp_path):
+    path = tmp_path / "asked.jsonl"
+    path.write_text(
+        '{"prompt": "Write a Python function that reverses a linked list."}\n'
+        '{"prompt": "Solve 3x + 7 = 22 for x."}\n{"prompt": "odd", "workload": "chat"}\n'
+    )
+    found = read_questions([f"mine={path}"])
+    assert [item.workload for item in found["mine"]] == ["code", "math", "chat"]
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "workload": "coding"}\n')
+    result = check_files([path], responses="rollout")
+    assert (result["accepted"], result["counts"]) == (1, {"unknown-workload": 1})

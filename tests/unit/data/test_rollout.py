@@ -166,6 +166,21 @@ def test_threads_are_given_back(tmp_path):
     assert torch.get_num_threads() == before
 
 
+def test_a_resumed_rollout_keeps_its_threads(tmp_path, monkeypatch):
+    """Less memory is free by now, so fewer processes would take more threads each."""
+    target, used = tiny_target("llama"), []
+    inner = rollout.generate
+    monkeypatch.setattr(rollout, "generate", lambda *a, **k: used.append(torch.get_num_threads()) or inner(*a, **k))
+    monkeypatch.setattr(rollout, "plan_processes", lambda *a, **k: (2, 1))
+    run(target, tmp_path)
+    (tmp_path / "shard-00001.jsonl").unlink()
+    monkeypatch.setattr(rollout, "plan_processes", lambda *a, **k: (1, 2))
+    run(target, tmp_path)
+    assert set(used) == {1}
+    run(target, tmp_path / "other")
+    assert set(used) == {1, 2}
+
+
 def test_a_folder_holds_one_rollout(tmp_path):
     target = tiny_target("llama")
     run(target, tmp_path)

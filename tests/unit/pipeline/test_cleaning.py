@@ -12,14 +12,15 @@ from click.testing import CliRunner
 from filelock import FileLock
 
 from angelspec.cli.main import cli
-from angelspec.core.errors import AngelspecError, TargetError
+from angelspec.core.errors import AngelspecError, MissingRequirement, TargetError
 from angelspec.core.files import read_json, write_json_atomic
 from angelspec.core.known_targets import SMOLLM2_WHEEL
 from angelspec.core.repositories import Repository
 from angelspec.hub import pull
 from angelspec.hub.transport import RemoteFile
 from angelspec.pipeline.cleaning import find_items, parse_age, parse_size, remove
-from angelspec.pipeline.record import RunRecord
+from angelspec.pipeline.record import RunRecord, only_run_in
+from angelspec.pipeline.store import Store, read_users
 from angelspec.targets.sources import BUILD_LOCK, building, materialise
 
 
@@ -272,3 +273,50 @@ def test_what_an_interrupted_run_has_entered_is_named_by_it(disk):
     assert "run tried" in named["rollout-" + "c" * 16] and named["train-" + "a" * 16] == ("run tried",)
     RunRecord(disk / "runs" / "tried")  # the next run in the folder enters other stages
     assert not next(i for i in find_items(disk / "runs") if i.path.name == "train-" + "a" * 16).named_by
+
+
+def test_a_stage_is_named_by_a_run_whose_output_lies_elsewhere(disk, tmp_path):
+    stage = disk / "runs" / "store" / ("train-" + "a" * 16)
+    output = tmp_path / "elsewhere" / "out"
+    with only_run_in(output):
+        record, store = RunRecord(output), Store(stage.parent)
+        record.enter("train", stage)
+        store.note_user(stage, output)
+        store.note_user(stage, output)
+        assert read_users(stage) == [str(output)]
+        (item,) = [item for item in find_items(disk / "runs") if item.path == stage]
+        assert item.named_by == (f"run {output}",)
+        assert item.in_use
+        assert not remove(item) and stage.is_dir()
+    assert not item.in_use
+    assert remove(item) and not stage.exists()
+    assert read_users(stage) == []
+
+
+def test_two_runs_never_share_an_output_folder(tmp_path):
+    refused = pytest.raises(MissingRequirement, match="another run writes into")
+    with only_run_in(tmp_path), refused, only_run_in(tmp_path):
+        pass
+    with only_run_in(tmp_path):
+        pass
+
+
+def test_an_interrupted_removal_leaves_no_finished_stage(disk, monkeypatch):
+    from angelspec.pipeline import cleaning
+
+    stage = disk / "runs" / "store" / ("train-" + "a" * 16)
+    (item,) = [item for item in find_items(disk / "runs") if item.path == stage]
+
+    def stopped(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cleaning.shutil, "rmtree", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        remove(item)
+    assert stage.is_dir() and Store.finished(stage) is None
+
+
+@pytest.mark.parametrize("text", ["1.2.3d", ".d", "d", "-1d"])
+def test_what_is_no_age(text):
+    with pytest.raises(AngelspecError, match="is no age"):
+        parse_age(text)

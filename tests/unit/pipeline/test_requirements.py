@@ -60,3 +60,9 @@ def test_every_recipe_is_planned_without_network_or_model(name, no_network, caps
     text = capsys.readouterr().out
     for stage in ("target", "prompts", "decontaminate", "rollout", "pack", "train-", "evaluate", "export"):
         assert stage in text
+
+
+@pytest.mark.parametrize("key", ["target.chat_template", "drafter.initial_checkpoint"])
+def test_paths_that_do_not_exist_are_said_before_anything_runs(key):
+    recipe = load_recipe("smollm2-dfly-nothink", overrides=[f"{key}=/nosuch/place"])
+    assert missing_requirements(recipe, output=Path()) == [f"{key}: '/nosuch/place' does not exist"]
