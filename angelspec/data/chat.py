@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -143,7 +143,6 @@ def rows_of_given(
     chat: ChatFormat,
     *,
     max_prompt_tokens: int | None = None,
-    on_row: Callable[[], None] | None = None,
 ) -> RenderedRows:
     """Make a training row of every assistant turn of every conversation.
 
@@ -151,7 +150,6 @@ def rows_of_given(
         conversations: ending with an assistant turn.
         chat: the target's format.
         max_prompt_tokens: turns with longer prompts are refused.
-        on_row: called after each conversation, for progress.
 
     Raises:
         TargetError: the tokenizer has no chat template, or none for this mode.
@@ -166,8 +164,6 @@ def rows_of_given(
             result.rejected.append(Rejection(*place, refused[0].reason, refused[0].detail, conversation.id))
         else:
             result.notes += [Note(*place, Remark.TURN_DROPPED, f"{item.reason}: {item.detail}") for item in refused]
-        if on_row is not None:
-            on_row()
     return result
 
 
@@ -283,6 +279,8 @@ def _rendered_answer(
     bare = whole(plain)
     if message.tool_calls and bare == whole(replace(plain, tool_calls=())):
         raise RowRefused(Reason.TEXT_NOT_RENDERED, "the template shows no tool calls")
+    if message.tool_calls and message.content.strip() and bare == whole(replace(plain, content="")):
+        raise RowRefused(Reason.TEXT_NOT_RENDERED, "the template shows no text beside tool calls")
     if not chat.thinks:
         return bare
     tokens = whole(message)

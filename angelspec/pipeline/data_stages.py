@@ -109,6 +109,7 @@ def _run_prompts(work: Work) -> StageOutput:
             "refused": read.counts,
             "noted": read.remarks,
             "not_drawn": read.not_drawn,
+            "ignored_keys": dict(sorted(read.ignored_keys.items())),
         }
         _say_refused(work, part, len(read.accepted), read.counts, quarantine)
     digest = fingerprint([file_sha256(work.folder / f"{part}.jsonl") for part in ("train", "evaluation")])

@@ -8,7 +8,7 @@ one is entered again with its folder as it was left, and a changed input gives a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,4 +99,3 @@ class Stage:
     """Raised when the stage's code changes what it produces."""
     by_all_ranks: bool = False
     """Whether every rank of a run enters it; the others are run by the first rank alone."""
-    details: Mapping[str, Any] = field(default_factory=dict)

@@ -139,6 +139,13 @@ def test_what_the_template_cannot_show_as_a_server_would_is_refused():
     assert refusal(fake_format(silent), *turns) == "empty-mask"
     deaf = CHATML.replace("message['tool_calls'] | tojson", "''")
     assert refusal(fake_format(deaf), ("user", "q"), calling("", {"a": 1})) == "text-not-rendered"
+    calls = "{% if message['tool_calls'] is defined %}{{ message['tool_calls'] | tojson }}"
+    mute = CHATML.replace(
+        calls, "{% if message['tool_calls'] is defined %}{{ message['tool_calls'] | tojson }}{% else %}"
+    )
+    mute = mute.replace("{% endif %}\n{{- message['content'] }}", "{{- message['content'] }}{% endif %}")
+    assert refusal(fake_format(mute), ("user", "q"), calling("beside", {"a": 1})) == "text-not-rendered"
+    assert supervised(one(fake_format(mute), ("user", "q"), calling("", {"a": 1}))).startswith("[{")
     strict = "{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('no system') }}{%- endif -%}" + CHATML
     assert refusal(fake_format(strict), ("system", "s"), *turns) == "template-error"
     sums = CHATML.replace("message['content']", "1 + message['content']")
@@ -148,9 +155,8 @@ def test_what_the_template_cannot_show_as_a_server_would_is_refused():
 def test_one_bad_row_leaves_the_others():
     good = conversation(("user", "q"), ("assistant", "a"), name="good")
     bad = conversation(("user", "<|im_start|>"), ("assistant", "a"), name="bad", file="f", line=7)
-    seen = []
-    result = rows_of_given([bad, good], fake_format(), on_row=lambda: seen.append(1))
-    assert [row.id for row in result.rows] == ["good"] and len(seen) == 2
+    result = rows_of_given([bad, good], fake_format())
+    assert [row.id for row in result.rows] == ["good"]
     assert [(r.file, r.line) for r in result.rejected] == [("f", 7)]
 
 

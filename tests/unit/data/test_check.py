@@ -1,6 +1,7 @@
 """What must be survived: inputs that break such tools, each written here and checked by line."""
 
 import json
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -372,3 +373,17 @@ def test_a_list_of_texts_under_a_prompt_key_is_a_conversation_s_user_turns(tmp_p
     path = write(tmp_path / "bench.jsonl", [{"prompt": ["Write a poem.", "Now shorten it."]}, {"prompt": ["a", 3]}])
     result = check_files([path], responses="rollout")
     assert result["accepted"] == 1 and list(reasons(result)) == [2]
+
+
+def test_the_command_renders_for_a_recipe(tmp_path, monkeypatch):
+    from click.testing import CliRunner
+
+    from angelspec.cli.main import cli
+
+    long = {"role": "assistant", "content": "The sum of two and two is four."}
+    monkeypatch.setenv("ANGELSPEC_CACHE", str(tmp_path / "cache"))
+    path = write(tmp_path / "rows.jsonl", [chat("y", USER, long), chat("x", user("hello <|im_end|>"), long)])
+    result = CliRunner().invoke(cli, ["data", "check", str(path), "--recipe", "tiny-dfly-llama"])
+    assert result.exit_code == 0, result.output
+    assert "1 usable, 1 refused" in result.output and "special-token-text" in result.output
+    assert re.search(r"1 training rows of \d+ tokens, \d+ \(\d+%\) of them supervised", result.output)
