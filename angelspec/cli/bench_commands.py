@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from angelspec.cli.options import server_key
+
 
 @click.group()
 def bench() -> None:
@@ -196,7 +198,7 @@ def length_command(
     show_default=True,
     help="Shorter windows are marked in every table.",
 )
-@click.option("--api-key", envvar="ANGELSPEC_SERVER_KEY", help="Of the servers [env: ANGELSPEC_SERVER_KEY].")
+@server_key
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),

@@ -38,9 +38,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from angelspec.core.engine import SPECULATION_SWITCH
+from angelspec.core.engine import SERVER_KEY_VARIABLE, SPECULATION_SWITCH
 from angelspec.serving.answers import ChatAnswer, ChatChunk, GenerateAnswer, GenerateChunk, ServerInfo
-from angelspec.serving.failures import RequestRefused, ServerUnreachable, StreamBroken
+from angelspec.serving.failures import RequestRefused, ServerUnreachable, ServingError, StreamBroken
 from angelspec.serving.wire import (
     Events,
     Label,
@@ -66,7 +66,20 @@ _FLUSH = {"timeout": 10}
 _EVENTS = {"Accept": "text/event-stream"}
 
 
+def is_address(url: str) -> bool:
+    """Whether a server can have this address: http:// or https://, and a host and port that there can be."""
+    try:
+        httpx.URL(url)
+        parts = urlsplit(url)
+        (parts.hostname or "").encode("idna")
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except (ValueError, httpx.InvalidURL):
+        return False
+
+
 def _settings(url: str, *, api_key: str | None, timeout: float, connections: int | None) -> dict[str, Any]:
+    if not is_address(url):
+        raise ServingError(f"{url} is no address of a server", mend="write it as http://HOST:PORT")
     host = urlsplit(url).hostname or ""
     try:
         local = ipaddress.ip_address(host).is_loopback
@@ -86,7 +99,8 @@ def _check(response: httpx.Response, body: bytes) -> None:
         return
     words = error_words(body)
     if response.status_code < 500:
-        mend = "give the server's API key" if response.status_code in (401, 403) else None
+        keyless = response.status_code in (401, 403)
+        mend = f"give the server's API key: --api-key KEY, or {SERVER_KEY_VARIABLE}" if keyless else None
         raise RequestRefused(words, status=response.status_code, mend=mend)
     raise ServerUnreachable(f"{response.request.url}: the server fails ({response.status_code}): {words}")
 
@@ -108,7 +122,7 @@ def _object(response: httpx.Response) -> dict[str, Any]:
 def _reaching(url: str) -> Iterator[None]:
     try:
         yield
-    except httpx.TransportError as error:
+    except httpx.RequestError as error:
         what = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
         raise ServerUnreachable(f"{url}: {what}", mend="is the server running? start it: angelspec serve") from error
 
@@ -260,6 +274,9 @@ class Client:
         url: such as ``http://127.0.0.1:30000``.
         api_key: of the server, if it has one.
         timeout: seconds without a byte after which a request counts as lost.
+
+    Raises:
+        ServingError: ``url`` is no address.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 600.0) -> None:
