@@ -18,10 +18,16 @@ from angelspec.cli.drafters import find
     metavar="[NAME=]SOURCE",
     help="Prompt files or builtin:… sets; may repeat (default: the suites of the first checkpoint's recipe).",
 )
-@click.option("--temperature", "temperatures", multiple=True, type=float, help="May repeat (default: 0 and 1).")
-@click.option("--limit", type=int, help="Prompts per suite.")
-@click.option("--max-new-tokens", type=int, help="Longest answer.")
-@click.option("--batch-size", type=int, help="Rows decoded together.")
+@click.option(
+    "--temperature",
+    "temperatures",
+    multiple=True,
+    type=click.FloatRange(min=0),
+    help="May repeat (default: 0 and 1).",
+)
+@click.option("--limit", type=click.IntRange(min=1), help="Prompts per suite.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer.")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Rows decoded together.")
 @click.option(
     "--target", "target_source", metavar="SOURCE", help="Where the target lies, if not where the manifest says."
 )
@@ -30,7 +36,11 @@ from angelspec.cli.drafters import find
     type=click.IntRange(min=0),
     help="Candidates per slot that a sequential head rescores; 0: the whole vocabulary.",
 )
-@click.option("--cut", type=float, help="D-cut with this share of the proposals kept, for example 0.5.")
+@click.option(
+    "--cut",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    help="D-cut with this share of the proposals kept, for example 0.5.",
+)
 @click.option("--breakeven", is_flag=True, help="Measure what each drafter must reach to match the first MTP drafter.")
 @click.option(
     "--breakeven-batch",

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
-from angelspec.core.errors import CheckpointError
+from angelspec.core.errors import CheckpointError, RecipeError
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe import Recipe
-from angelspec.core.recipe_files import resolve
+from angelspec.core.recipe_files import resolve, validate
 from angelspec.data.prompt_items import prompt_source
 from angelspec.data.reading import read_sources
 from angelspec.decoding.proposers import drafter_proposer
@@ -67,6 +68,7 @@ def evaluate_checkpoints(
     Raises:
         CheckpointError: a folder has no manifest, the drafters are for different targets or modes, or the break-even
             is asked for without an MTP drafter.
+        RecipeError: an option has a value that a recipe can't have.
     """
     names = _names(checkpoints)
     manifests = [_manifest(path) for path in checkpoints]
@@ -88,6 +90,7 @@ def evaluate_checkpoints(
         manifests[0], prompts=prompts, temperatures=temperatures, limit=limit, max_new_tokens=max_new_tokens,
         batch_size=batch_size, target_source=target_source, shortlist=shortlist,
     )  # fmt: skip
+    policy = _cut_policy(cut)
     progress = Progress(quiet=quiet)
     session = Session(recipe)
     target = session.target(recipe.evaluation.dtype)
@@ -114,8 +117,8 @@ def evaluate_checkpoints(
         descriptions[name] = drafter_description(loaded.config)
     folder = output or Path("runs") / "evaluation"
     settings = measure_settings(recipe)
-    if cut is not None:
-        settings = settings.model_copy(update={"cut": CutPolicy(ratio=cut)})
+    if policy is not None:
+        settings = settings.model_copy(update={"cut": policy})
     with progress.running(), torch.no_grad():
         report = measured_report(
             target,
@@ -197,4 +200,11 @@ def _recipe(
         document["data"]["evaluation"] = [prompt_source(item).model_dump(mode="json") for item in prompts]
     if target_source is not None:
         document["target"]["source"] = target_source if ":" in target_source else f"folder:{target_source}"
-    return resolve(Recipe.model_validate(document))
+    return resolve(validate(document, where="the command's options on the drafter's recipe"))
+
+
+def _cut_policy(ratio: float | None) -> CutPolicy | None:
+    try:
+        return None if ratio is None else CutPolicy(ratio=ratio)
+    except ValidationError:
+        raise RecipeError(f"--cut {ratio:g}: no share of proposals", mend="give one above 0, and at most 1") from None

@@ -9,7 +9,7 @@ from drafter_builders import tiny_drafter
 from mtp_builders import fitting_mtp
 
 from angelspec.cli.main import cli
-from angelspec.core.errors import CheckpointError
+from angelspec.core.errors import CheckpointError, RecipeError
 from angelspec.core.manifest import DrafterManifest, TargetIdentity, TrainingRecord
 from angelspec.core.recipe_files import load_recipe
 from angelspec.evaluation.breakeven import PLAIN, BreakEven
@@ -82,6 +82,32 @@ def test_the_break_even_needs_an_mtp_drafter_and_says_so_before_anything_is_load
     with pytest.raises(CheckpointError, match="blocks is of another family") as caught:
         evaluate_checkpoints(checkpoints[:1], breakeven=(1,), output=tmp_path, quiet=True)
     assert "add an MTP drafter" in caught.value.mend
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--limit", "0"), ("--max-new-tokens", "0"), ("--batch-size", "0"), ("--temperature", "-1"), ("--cut", "0"),
+        ("--cut", "1.5"),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_is_refused_by_the_option(tmp_path, option):
+    result = CliRunner().invoke(cli, ["evaluate", str(tmp_path), *option])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option[0]}'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"limit": 0}, "evaluation.prompts_per_suite"), ({"temperatures": [-1.0]}, "evaluation.temperatures"),
+        ({"batch_size": 0}, "evaluation.batch_size"), ({"cut": float("nan")}, "--cut nan"), ({"cut": 1.5}, "--cut 1.5"),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_is_named_before_anything_is_loaded(checkpoints, tmp_path, monkeypatch, wrong, words):
+    monkeypatch.setattr(evaluate_run, "Session", None)
+    with pytest.raises(RecipeError, match=words):
+        evaluate_checkpoints(checkpoints[:1], output=tmp_path, quiet=True, **wrong)
 
 
 @pytest.mark.parametrize(
