@@ -278,9 +278,11 @@ def serve_command(
 
 
 def _without_key(arguments: list[str]) -> list[str]:
-    """The command line as it may be shown."""
+    """The command line as it may be shown: without keys, and without passwords in addresses."""
+    from angelspec.serving.client import without_login
+
     shown = []
-    for index, argument in enumerate(arguments):
+    for index, argument in enumerate(map(without_login, arguments)):
         secret = argument.startswith("--api-key=") or (index and arguments[index - 1] == "--api-key")
         shown.append("--api-key=..." if argument.startswith("--api-key=") else "..." if secret else argument)
     return shown

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -64,6 +65,7 @@ _CONNECT_SECONDS = 10.0
 _FLUSH = {"timeout": 10}
 """Seconds that running requests have to end first."""
 _EVENTS = {"Accept": "text/event-stream"}
+_LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
 def is_address(url: str) -> bool:
@@ -77,9 +79,14 @@ def is_address(url: str) -> bool:
         return False
 
 
+def without_login(text: str) -> str:
+    """A text without the user names and passwords of the addresses in it."""
+    return _LOGIN.sub("", text)
+
+
 def _settings(url: str, *, api_key: str | None, timeout: float, connections: int | None) -> dict[str, Any]:
     if not is_address(url):
-        raise ServingError(f"{url} is no address of a server", mend="write it as http://HOST:PORT")
+        raise ServingError(f"{without_login(url)} is no address of a server", mend="write it as http://HOST:PORT")
     host = urlsplit(url).hostname or ""
     try:
         local = ipaddress.ip_address(host).is_loopback
@@ -94,6 +101,10 @@ def _settings(url: str, *, api_key: str | None, timeout: float, connections: int
     }
 
 
+def _shown(response: httpx.Response) -> str:
+    return without_login(str(response.request.url))
+
+
 def _check(response: httpx.Response, body: bytes) -> None:
     if response.status_code < 400:
         return
@@ -102,7 +113,7 @@ def _check(response: httpx.Response, body: bytes) -> None:
         keyless = response.status_code in (401, 403)
         mend = f"give the server's API key: --api-key KEY, or {SERVER_KEY_VARIABLE}" if keyless else None
         raise RequestRefused(words, status=response.status_code, mend=mend)
-    raise ServerUnreachable(f"{response.request.url}: the server fails ({response.status_code}): {words}")
+    raise ServerUnreachable(f"{_shown(response)}: the server fails ({response.status_code}): {words}")
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:
@@ -112,9 +123,7 @@ def _object(response: httpx.Response) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise ServerUnreachable(
-            f"{response.request.url}: the answer is no JSON object", mend="is this an SGLang server?"
-        )
+        raise ServerUnreachable(f"{_shown(response)}: the answer is no JSON object", mend="is this an SGLang server?")
     return value
 
 
@@ -280,7 +289,7 @@ class Client:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 600.0) -> None:
-        self.url = url.rstrip("/")
+        self.url = without_login(url.rstrip("/"))
         self.http = httpx.Client(**_settings(url, api_key=api_key, timeout=timeout, connections=None))
 
     def __enter__(self) -> Self:
@@ -401,7 +410,7 @@ class AsyncClient:
     def __init__(
         self, url: str, *, api_key: str | None = None, timeout: float = 600.0, connections: int | None = None
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = without_login(url.rstrip("/"))
         self.http = httpx.AsyncClient(**_settings(url, api_key=api_key, timeout=timeout, connections=connections))
 
     async def __aenter__(self) -> Self:

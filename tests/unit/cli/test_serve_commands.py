@@ -277,6 +277,9 @@ def test_the_key_is_not_kept():
     assert _without_key(["--api-key", "a", "--api-key=b", "--url", "c"]) == [
         "--api-key", "...", "--api-key=...", "--url", "c",
     ]  # fmt: skip
+    assert _without_key(["--url", "http://u:pw@h:1", "--control=http://u@h"]) == [
+        "--url", "http://h:1", "--control=http://h",
+    ]  # fmt: skip
 
 
 def test_a_bundle_learns_from_a_server(tmp_path):
