@@ -51,6 +51,12 @@ from angelspec.cli.drafters import find
     show_default=True,
     help="Batch size of the break-even; may repeat.",
 )
+@click.option(
+    "--shortlists",
+    is_flag=True,
+    help="Measure what a --shortlist of each size costs in accepted length and gains in time, with the first drafter "
+    "that has a sequential head.",
+)
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Folder for JSON, Markdown and plots.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def evaluate(
@@ -65,6 +71,7 @@ def evaluate(
     cut: float | None,
     breakeven: bool,
     batches: tuple[int, ...],
+    shortlists: bool,
     output: Path | None,
     quiet: bool,
 ) -> None:
@@ -86,6 +93,7 @@ def evaluate(
         shortlist=shortlist,
         cut=cut,
         breakeven=batches if breakeven else (),
+        shortlists=shortlists,
         output=output,
         quiet=quiet,
     )

@@ -46,6 +46,7 @@ def evaluate_checkpoints(
     shortlist: int | None = None,
     cut: float | None = None,
     breakeven: Sequence[int] = (),
+    shortlists: bool = False,
     output: Path | None = None,
     quiet: bool = False,
 ) -> None:
@@ -62,12 +63,13 @@ def evaluate_checkpoints(
         shortlist: candidates per slot that a sequential head rescores; 0: the whole vocabulary; None: the recipe's.
         cut: keep ratio of D-cut.
         breakeven: batch sizes at which the break-even with the first MTP drafter is measured; none: it is not.
+        shortlists: measure the first drafter with a sequential head with shortlists of every size.
         output: folder of the report; none: ``runs/evaluation``.
         quiet: show no progress.
 
     Raises:
-        CheckpointError: a folder has no manifest, the drafters are for different targets or modes, or the break-even
-            is asked for without an MTP drafter.
+        CheckpointError: a folder has no manifest, the drafters are for different targets or modes, the break-even is
+            asked for without an MTP drafter, or shortlists without a drafter that has a sequential head.
         RecipeError: an option has a value that a recipe can't have.
     """
     names = _names(checkpoints)
@@ -86,6 +88,7 @@ def evaluate_checkpoints(
             "another family",
             mend="add an MTP drafter of the same target and mode",
         )
+    shortlists_of = _first_sequential(names, manifests) if shortlists else None
     recipe = _recipe(
         manifests[0], prompts=prompts, temperatures=temperatures, limit=limit, max_new_tokens=max_new_tokens,
         batch_size=batch_size, target_source=target_source, shortlist=shortlist,
@@ -133,6 +136,7 @@ def evaluate_checkpoints(
             commands=(shlex.join(["angelspec", *sys.argv[1:]]),),
             descriptions=descriptions,
             breakeven=breakeven,
+            shortlists_of=shortlists_of,
         )
     logs = {name: path / TRAINING_LOG for name, path in zip(names, checkpoints, strict=True)}
     logs = {name: path for name, path in logs.items() if path.is_file()}
@@ -141,6 +145,17 @@ def evaluate_checkpoints(
         console = table_console()
         print_report(report, console=console)
         console.print(f"report: {folder / 'report.md'}", highlight=False)
+
+
+def _first_sequential(names: Sequence[str], manifests: Sequence[DrafterManifest]) -> str:
+    """The first drafter whose head rescores candidates one slot after another."""
+    for name, manifest in zip(names, manifests, strict=True):
+        if manifest.drafter.family == "block" and manifest.drafter.head != "none":
+            return name
+    raise CheckpointError(
+        f"a shortlist is of a sequential head, and none of {', '.join(names)} has one",
+        mend="give a DSpark or DFly drafter, or leave out --shortlists",
+    )
 
 
 def _names(checkpoints: Sequence[Path]) -> list[str]:

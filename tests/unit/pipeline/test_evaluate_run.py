@@ -77,6 +77,25 @@ def test_both_families_in_one_report_with_the_break_even(checkpoints, tmp_path):
     assert "](breakeven-t0.png)" in text and (tmp_path / "breakeven-t0.png").stat().st_size > 1000
 
 
+def test_shortlists_of_every_size_are_measured_and_drawn(checkpoints, tmp_path):
+    evaluate_checkpoints(
+        checkpoints[::-1], temperatures=(0.0,), limit=1, max_new_tokens=6, batch_size=2, shortlists=True,
+        output=tmp_path, quiet=True,
+    )  # fmt: skip
+    report = Report.load(tmp_path / "report.json")
+    assert [result.size for result in report.shortlist] == [8, 16, 32, 64, 128, None]
+    assert report.notes == ("shortlists were measured with blocks alone",)
+    text = (tmp_path / "report.md").read_text()
+    assert "### Shortlist of the sequential head" in text and "Most tokens/s: " in text
+    assert "](shortlist.png)" in text and (tmp_path / "shortlist.png").stat().st_size > 1000
+
+
+def test_shortlists_need_a_sequential_head_and_say_so_before_anything_is_loaded(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate_run, "Session", None)
+    with pytest.raises(CheckpointError, match="none of depths has one"):
+        evaluate_checkpoints(checkpoints[1:], shortlists=True, output=tmp_path, quiet=True)
+
+
 def test_the_break_even_needs_an_mtp_drafter_and_says_so_before_anything_is_loaded(checkpoints, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate_run, "Session", None)
     with pytest.raises(CheckpointError, match="blocks is of another family") as caught:
