@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from angelspec.core.request_label import RequestMetadata
+from angelspec.demo import texts
 from angelspec.demo.columns import Column, Seen, Server
 from angelspec.demo.render import Part, board, card, scoreboard, server_lines, shade, split_parts, token_html
 from angelspec.demo.stream import ColumnState
@@ -125,6 +126,12 @@ def test_every_column_folds_its_own_thinking():
     page = ["".join(one) for one in board(states, tags=THINK)]
     ids = [re.search(r'id="([^"]+)"', one)[1] for one in page]
     assert len(set(ids)) == 2 and all(f'for="{key}"' in one for key, one in zip(ids, page, strict=True))
+
+
+def test_the_explanation_of_figures_holds_for_either_order():
+    words = " ".join(texts.FIGURES.split())
+    assert "each server then first gets the prompt once" in words
+    assert "With *Together* in the settings all columns start at once, and nothing is read before" in words
 
 
 @pytest.mark.parametrize("text", ["Hi", "<think>a", "<think>a</think>b\n```\ncode\n```\nc", ""])
