@@ -49,6 +49,12 @@ class DemoServer:
     """Words of a 400 for a request; None: it is taken."""
     break_after: Callable[[Mapping[str, Any]], int | None] = lambda body: None
     """Steps after which the connection of a request is closed; None: never."""
+    api_key: str | None = None
+    """What requests must carry; None: anything goes."""
+    algorithm: str | None = None
+    """By which a server without the extension speculates."""
+    hold_reading: bool = False
+    """While it is true no request without a stream is answered."""
     hold: bool = False
     """While it is true no answer goes on behind its first token."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -84,7 +90,8 @@ class DemoServer:
                 "drafters": DRAFTERS, "draft_bytes_per_token": 1024, "ratios": None,
                 "counters": Counters(steps=1).as_dict(),
             }  # fmt: skip
-        return {"version": "0.5.23", "model_path": "models/smollm2-135m", "internal_states": [state]}
+        return {"version": "0.5.23", "model_path": "models/smollm2-135m", "speculative_algorithm": self.algorithm,
+                "internal_states": [state]}  # fmt: skip
 
     def entered(self, by: int) -> int:
         with self._lock:
@@ -110,10 +117,14 @@ def _handler(server: DemoServer) -> type[BaseHTTPRequestHandler]:
             pass
 
         def do_GET(self) -> None:
+            if self._has_no_key():
+                return
             self._json(200, server.info() if self.path == "/server_info" else {})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self._has_no_key():
+                return
             if self.path != "/v1/chat/completions":
                 self._json(200, {})
                 return
@@ -122,6 +133,8 @@ def _handler(server: DemoServer) -> type[BaseHTTPRequestHandler]:
                 self._json(400, {"error": {"message": words, "code": 400}})
                 return
             if not body.get("stream"):
+                while server.hold_reading:
+                    time.sleep(0.02)
                 self._json(200, {"choices": [{"message": {"content": "x"}, "finish_reason": "length"}]})
                 return
             server.entered(1)
@@ -135,6 +148,12 @@ def _handler(server: DemoServer) -> type[BaseHTTPRequestHandler]:
                 server.entered(-1)
             if whole:  # only now: who reads it may ask for the next answer before this thread gets on
                 self.wfile.write(b"data: [DONE]\n\n")
+
+        def _has_no_key(self) -> bool:
+            if server.api_key is None or self.headers["Authorization"] == f"Bearer {server.api_key}":
+                return False
+            self._json(401, {"error": "Unauthorized"})
+            return True
 
         def _json(self, status: int, value: Any) -> None:
             data = json.dumps(value).encode()

@@ -46,6 +46,8 @@ class Behaviour:
     """Steps after which a stream ends in order, but without its last events."""
     error_after: int | None = None
     """Steps after which a stream reports an error."""
+    api_key: str | None = None
+    """What requests must carry; None: anything goes."""
     stubborn: bool = False
     """Ignores SIGTERM."""
     child: bool = False
@@ -146,6 +148,8 @@ def _handler(server: FakeSGLang):
 
         def do_GET(self):
             path = urlsplit(self.path).path
+            if self.has_no_key():
+                return
             if path == "/health":
                 behaviour = server.behaviour
                 ready = time.monotonic() - server.started >= behaviour.healthy_after and not behaviour.never_healthy
@@ -158,6 +162,8 @@ def _handler(server: FakeSGLang):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
             path = urlsplit(self.path).path
+            if self.has_no_key():
+                return
             server.requests.append((path, body))
             if path == "/set_internal_state":
                 value = body["server_args"]["angelspec_speculation"]
@@ -175,6 +181,13 @@ def _handler(server: FakeSGLang):
                 self.answer(body, native=path == "/generate")
             else:
                 self.reply(404, {"detail": "Not Found"})
+
+        def has_no_key(self):
+            key = server.behaviour.api_key
+            if key is None or self.headers["Authorization"] == f"Bearer {key}":
+                return False
+            self.reply(401, {"error": "Unauthorized"})
+            return True
 
         def reply(self, status, value):
             data = json.dumps(value).encode()

@@ -390,6 +390,8 @@ class HuggingFaceServer(LoopbackHub):
                 if value["oid"] not in self.blobs:
                     return 400, {"error": f"LFS pointer to a missing object {value['oid']}"}, {}
                 tree[value["path"]] = self.blobs[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del tree[value["path"]]
         oid = repository.commit(branch, tree, header["summary"])
         return 200, {"commitUrl": f"{self.endpoint}/{name}/commit/{oid}", "commitOid": oid}, {}
 
@@ -522,7 +524,9 @@ class ModelScopeServer(LoopbackHub):
         content = request.json()
         tree = dict(repository.tree(branch))
         for action in content["actions"]:
-            if action["type"] == "lfs":
+            if action["action"] == "delete":
+                del tree[action["path"]]
+            elif action["type"] == "lfs":
                 if action["sha256"] not in self.blobs:
                     return self._no(400, "blob is missing")
                 tree[action["path"]] = self.blobs[action["sha256"]]

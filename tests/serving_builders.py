@@ -9,7 +9,8 @@ from pathlib import Path
 from angelspec.core.acceptance import AcceptanceCounts
 from angelspec.core.drafter_config import BlockDrafterConfig, MtpDrafterConfig
 from angelspec.core.geometry import Rope
-from angelspec.serving.answers import EngineCounters
+from angelspec.core.step_costs import MeasuredFor, StepCosts
+from angelspec.serving.answers import EngineCounters, EngineState, ServedDrafter
 from angelspec.serving.bench_result import (
     CONTROL,
     BenchResult,
@@ -127,6 +128,16 @@ def window_of(choice, repeat, *, tokens, seconds, **changes) -> Window:
         "speculative_steps": 10, "failures": (), "counters": None, "too_short": False, "cache_emptied": True,
     }  # fmt: skip
     return Window(**{**values, **changes})
+
+
+def engine_state(*drafters: ServedDrafter, target: str | None = "ab12" * 16) -> EngineState:
+    """A server's state; ``target`` is the content hash of what it serves."""
+    here = MeasuredFor(hardware="a machine", engine="SGLang", target=target) if target else None
+    counters = dict.fromkeys(EngineCounters.model_fields, 0)
+    return EngineState(
+        bundle="tiny", target="/models/tiny", mode_family="smollm2", speculation="on", drafters=drafters,
+        costs=StepCosts(measured_for=here), counters=counters,
+    )  # fmt: skip
 
 
 def bench_result() -> BenchResult:

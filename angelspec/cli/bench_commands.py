@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from angelspec.cli.options import server_key
+
 
 @click.group()
 def bench() -> None:
@@ -196,7 +198,7 @@ def length_command(
     show_default=True,
     help="Shorter windows are marked in every table.",
 )
-@click.option("--api-key", envvar="ANGELSPEC_SERVER_KEY", help="Of the servers [env: ANGELSPEC_SERVER_KEY].")
+@server_key
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
@@ -276,9 +278,11 @@ def serve_command(
 
 
 def _without_key(arguments: list[str]) -> list[str]:
-    """The command line as it may be shown."""
+    """The command line as it may be shown: without keys, and without passwords in addresses."""
+    from angelspec.serving.client import without_login
+
     shown = []
-    for index, argument in enumerate(arguments):
+    for index, argument in enumerate(map(without_login, arguments)):
         secret = argument.startswith("--api-key=") or (index and arguments[index - 1] == "--api-key")
         shown.append("--api-key=..." if argument.startswith("--api-key=") else "..." if secret else argument)
     return shown

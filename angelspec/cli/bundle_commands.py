@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from angelspec.cli.options import server_key
+
 
 @click.group()
 def bundle() -> None:
@@ -139,7 +141,8 @@ def check_command(file: Path, as_json: bool) -> None:
 @bundle.command("learn")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--url", required=True, help="Of a server that was started with FILE, e.g. http://127.0.0.1:30000.")
-def learn_command(file: Path, url: str) -> None:
+@server_key
+def learn_command(file: Path, url: str, api_key: str | None) -> None:
     """Write into the bundle FILE what a running server measured and learnt.
 
     These are the costs of its steps, as it measured them when it started, and how far each drafter's confidences can
@@ -151,7 +154,7 @@ def learn_command(file: Path, url: str) -> None:
     from angelspec.serving.resolving import with_learnt
 
     before = read_bundle(file)
-    with Client(url) as client:
+    with Client(url, api_key=api_key) as client:
         engine = client.server_info().extension(url)
     with_learnt(before, engine).save(file)
     outcomes = {name: calibration.outcomes for name, calibration in engine.calibrations.items()}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from angelspec.cli.options import server_key
 from angelspec.core.errors import BundleError, MissingRequirement
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
     metavar="NAME=URL",
     help="A server that runs already; may repeat. With and without angelspec's extension.",
 )
+@server_key
 @click.option(
     "--bundle",
     "bundle_file",
@@ -47,6 +49,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 @click.option("--quiet", is_flag=True, help="Do not show the log of the server that is started.")
 def demo(
     servers: tuple[str, ...],
+    api_key: str | None,
     bundle_file: Path | None,
     result_files: tuple[Path, ...],
     host: str,
@@ -87,7 +90,7 @@ def demo(
             page.block_thread()
 
     if servers:
-        show(build_page(parse_servers(servers), results))
+        show(build_page(parse_servers(servers, api_key=api_key), results))
         return
     plan = _plan(bundle_file, engine_port=free_port("127.0.0.1"))
     page = build_page([Server("embedded", plan.url)], results)

@@ -18,10 +18,16 @@ from angelspec.cli.drafters import find
     metavar="[NAME=]SOURCE",
     help="Prompt files or builtin:… sets; may repeat (default: the suites of the first checkpoint's recipe).",
 )
-@click.option("--temperature", "temperatures", multiple=True, type=float, help="May repeat (default: 0 and 1).")
-@click.option("--limit", type=int, help="Prompts per suite.")
-@click.option("--max-new-tokens", type=int, help="Longest answer.")
-@click.option("--batch-size", type=int, help="Rows decoded together.")
+@click.option(
+    "--temperature",
+    "temperatures",
+    multiple=True,
+    type=click.FloatRange(min=0),
+    help="May repeat (default: 0 and 1).",
+)
+@click.option("--limit", type=click.IntRange(min=1), help="Prompts per suite.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer.")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Rows decoded together.")
 @click.option(
     "--target", "target_source", metavar="SOURCE", help="Where the target lies, if not where the manifest says."
 )
@@ -30,7 +36,11 @@ from angelspec.cli.drafters import find
     type=click.IntRange(min=0),
     help="Candidates per slot that a sequential head rescores; 0: the whole vocabulary.",
 )
-@click.option("--cut", type=float, help="D-cut with this share of the proposals kept, for example 0.5.")
+@click.option(
+    "--cut",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    help="D-cut with this share of the proposals kept, for example 0.5.",
+)
 @click.option("--breakeven", is_flag=True, help="Measure what each drafter must reach to match the first MTP drafter.")
 @click.option(
     "--breakeven-batch",
@@ -40,6 +50,12 @@ from angelspec.cli.drafters import find
     default=(1, 4, 16),
     show_default=True,
     help="Batch size of the break-even; may repeat.",
+)
+@click.option(
+    "--shortlists",
+    is_flag=True,
+    help="Measure what a --shortlist of each size costs in accepted length and gains in time, with the first drafter "
+    "that has a sequential head.",
 )
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Folder for JSON, Markdown and plots.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
@@ -55,6 +71,7 @@ def evaluate(
     cut: float | None,
     breakeven: bool,
     batches: tuple[int, ...],
+    shortlists: bool,
     output: Path | None,
     quiet: bool,
 ) -> None:
@@ -76,6 +93,7 @@ def evaluate(
         shortlist=shortlist,
         cut=cut,
         breakeven=batches if breakeven else (),
+        shortlists=shortlists,
         output=output,
         quiet=quiet,
     )

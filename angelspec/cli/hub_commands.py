@@ -9,6 +9,7 @@ import click
 
 from angelspec.core.errors import CheckpointError
 from angelspec.core.repositories import Repository
+from angelspec.hub.failures import NotConfirmed
 
 
 @click.command()
@@ -40,7 +41,8 @@ def publish(
 
     Exit codes: 0 published (or there already); 2 the checkpoint, a name or an option is wrong; 3 no token, or it may
     not; 4 the repository's visibility is another; 5 the hub is busy or out of reach; 6 the hub refuses the content; 7
-    what was read back differs; 8 not found; 1 several destinations failed in different ways.
+    what was read back differs; 8 not found; 13 not confirmed, so nothing was sent; 1 several destinations failed in
+    different ways.
     """
     from angelspec.core.manifest import DrafterManifest
     from angelspec.hub import publish as publishing
@@ -70,6 +72,7 @@ def publish(
         write_card=card,
         checks={
             "the tensors": probe.tensor_problems,
+            "the load test": card_facts.load_test_problems,
             "that it drafts": lambda folder, manifest: probe.drafting_problems(folder, manifest, say=say),
         },
         say=say,
@@ -79,11 +82,25 @@ def publish(
             click.echo("dry run: nothing was sent")
             return
         if not yes:
-            click.confirm(f"publish to {', '.join(map(str, destinations))}?", abort=True)
+            _confirm(destinations)
         outcomes = publishing.publish(publication, destinations, message=message, say=say)
     for outcome in outcomes:
         click.echo(f"{outcome.destination}: {outcome.state}: {outcome.detail}", err=outcome.error is not None)
     sys.exit(publishing.exit_code(outcomes))
+
+
+def _confirm(destinations) -> None:
+    """Ask before anything is sent.
+
+    Raises:
+        NotConfirmed: the answer is no, or nobody can answer.
+    """
+    try:
+        if click.confirm(f"publish to {', '.join(map(str, destinations))}?"):
+            return
+    except click.Abort:  # Ctrl-C, or no terminal
+        click.echo()
+    raise NotConfirmed("not confirmed: nothing was sent", mend="say --yes where nobody can answer")
 
 
 def _branch(repository: Repository, revision: str | None) -> Repository:

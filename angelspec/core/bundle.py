@@ -54,6 +54,11 @@ class BundleTarget(BaseModel):
     """Content hash that the drafters were trained against; None: not checked."""
 
 
+def route_names(name: str, *, algorithm: str | None, family: str) -> tuple[str, ...]:
+    """Every name by which a route may name a drafter."""
+    return tuple(dict.fromkeys([name, *([algorithm] if algorithm else []), family]))
+
+
 class BundleDrafter(BaseModel):
     """One drafter."""
 
@@ -79,7 +84,7 @@ class BundleDrafter(BaseModel):
     @property
     def aliases(self) -> tuple[str, ...]:
         """Every name that a route may use."""
-        return tuple(dict.fromkeys([self.name, *([self.algorithm] if self.algorithm else []), self.family]))
+        return route_names(self.name, algorithm=self.algorithm, family=self.family)
 
 
 class RouteRule(BaseModel):

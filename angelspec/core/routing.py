@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from angelspec.core.bundle import AUTO, PLAIN, Bundle
 from angelspec.core.errors import RequestError, suggest
@@ -45,6 +46,24 @@ class Expectation:
     depth: int
     """Verified proposals per row."""
     tokens_per_second: float
+
+
+class Routable(Protocol):
+    """What routes look at in a drafter, in a bundle or as a server tells of it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
+
+
+_Drafter = TypeVar("_Drafter", bound=Routable)
+
+
+def named_by(route: str, drafters: Sequence[_Drafter]) -> list[_Drafter]:
+    """Drafters that a route names: the one of this very name, else all of this algorithm or family."""
+    return [one for one in drafters if one.name == route] or [one for one in drafters if route in one.aliases]
 
 
 def choose_route(
@@ -112,8 +131,7 @@ def expectations(
 def _named(bundle: Bundle, route: str, *, mode: Mode | None, ratio: float | None, forced: bool, why: str) -> Route:
     if route == PLAIN:
         return Route((), False, ratio, why)
-    named = [drafter for drafter in bundle.drafters if drafter.name == route]
-    known = named or [drafter for drafter in bundle.drafters if route in drafter.aliases]
+    known = named_by(route, bundle.drafters)
     if not known:
         allowed = list(dict.fromkeys([AUTO, PLAIN, *(alias for d in bundle.drafters for alias in d.aliases)]))
         raise RequestError(

@@ -79,9 +79,10 @@ def record(
     beyond: list[list[int]] = [[] for _ in prompts]
     cut = [index for index, answer in enumerate(answers) if answer.finish_reason == "length"]
     if cut and depth:
+        # a verify step looks past the target's positions, too, where an answer ends at the last of them
         further = decode(
             target, NoProposer(), [[*prompts[index], *answers[index].tokens] for index in cut], max_new_tokens=depth,
-            stop_token_ids=(), row_ids=[row_ids[index] for index in cut], **settings,
+            stop_token_ids=(), row_ids=[row_ids[index] for index in cut], past_positions=True, **settings,
         ).answers  # fmt: skip
         for index, answer in zip(cut, further, strict=True):
             beyond[index] = answer.tokens

@@ -67,6 +67,7 @@ def decode(
     cut: CutPolicy | None = None,
     stop_token_ids: Sequence[int] | None = None,
     row_ids: Sequence[int] | None = None,
+    past_positions: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> DecodeRun:
     """Answer prompts by speculative decoding; the answers are those of ``decode_plain``.
@@ -82,17 +83,19 @@ def decode(
         cut: shortens each step's proposals; None verifies all.
         stop_token_ids: tokens that end an answer; None: the target's.
         row_ids: each prompt's random stream; None: its index.
+        past_positions: whether answers may outgrow the target's positions, as the proposals of a last step do.
         progress: called with the number of finished answers.
 
     Raises:
         ValueError: an empty prompt, or nothing to generate.
-        DataError: prompt and answer may outgrow the target's positions.
+        DataError: prompt and answer may outgrow the target's positions, and ``past_positions`` is False.
     """
     if not all(prompts):
         raise ValueError(f"prompt {next(i for i, p in enumerate(prompts) if not p)} is empty")
     if max_new_tokens < 1 or batch_size < 1:
         raise ValueError("max_new_tokens and batch_size must be at least 1")
-    longest = require_room(target, prompts, max_new_tokens=max_new_tokens)
+    if not past_positions:
+        require_room(target, prompts, max_new_tokens=max_new_tokens)
     if not prompts:
         return DecodeRun([], Stopwatch(target.device).seconds, 0.0)
     row_ids = range(len(prompts)) if row_ids is None else row_ids
@@ -105,7 +108,7 @@ def decode(
         verifier,
         proposer,
         num_rows=min(batch_size, len(prompts)),
-        capacity=longest + max_new_tokens + proposer.depth,
+        capacity=max(map(len, prompts)) + max_new_tokens + proposer.depth,
         max_new_tokens=max_new_tokens,
         cut=cut,
         stop_token_ids=frozenset(target.stop_token_ids if stop_token_ids is None else stop_token_ids),
@@ -113,11 +116,11 @@ def decode(
     return loop.run(requests, progress=progress)
 
 
-def require_room(target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> int:
-    """The longest prompt's tokens.
+def require_room(target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> None:
+    """Refuse prompts that with an answer of ``max_new_tokens`` could outgrow the target's positions.
 
     Raises:
-        DataError: with an answer of ``max_new_tokens`` it would outgrow the target's positions.
+        DataError: the longest one could.
     """
     longest, positions = max(map(len, prompts), default=0), target.geometry.max_position_embeddings
     if longest + max_new_tokens > positions:
@@ -126,7 +129,6 @@ def require_room(target: Target, prompts: Sequence[Sequence[int]], *, max_new_to
             f"{target.name}",
             mend="shorten the prompts (data.max_prompt_tokens) or the answers (evaluation.max_new_tokens)",
         )
-    return longest
 
 
 class Loop:

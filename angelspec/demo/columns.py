@@ -7,7 +7,7 @@ own choice; a server without it answers in one way only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +17,8 @@ from angelspec.core.errors import AngelspecError, RequestError
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.modes import MODES, Mode, ModeFamily, mode_family
 from angelspec.serving.answers import ServedDrafter, ServerInfo
-from angelspec.serving.client import AsyncClient
+from angelspec.serving.client import AsyncClient, is_address
+from angelspec.serving.failures import RequestRefused
 
 _LOOK_SECONDS = 10.0
 
@@ -28,6 +29,11 @@ class Server:
 
     name: str
     url: str
+    api_key: str | None = field(default=None, repr=False)
+
+    def connect(self, *, timeout: float) -> AsyncClient:
+        """A connection to it; ``timeout`` in seconds without a byte."""
+        return AsyncClient(self.url, api_key=self.api_key, timeout=timeout)
 
     @property
     def machine(self) -> str:
@@ -45,6 +51,15 @@ class Seen:
     error: str = ""
     """Why there is no info."""
     mend: str = ""
+    refused: bool = False
+    """Whether the server answers, but does not say what it is (to us)."""
+
+    @property
+    def own_algorithm(self) -> str | None:
+        """By which a server without the extension speculates; None: it does not, or nothing is known."""
+        if self.info is None or self.info.engine is not None:
+            return None
+        return str(self.info.arguments.get("speculative_algorithm") or "") or None
 
     @property
     def family(self) -> ModeFamily:
@@ -84,33 +99,37 @@ class Column:
         return self.title if self.alone or self.title == self.server.name else f"{self.server.name}: {self.title}"
 
 
-def parse_servers(texts: Sequence[str]) -> list[Server]:
+def parse_servers(texts: Sequence[str], *, api_key: str | None = None) -> list[Server]:
     """``NAME=URL``, each.
 
+    Args:
+        texts: as on the command line.
+        api_key: of all of them.
+
     Raises:
-        RequestError: another form, or a name twice.
+        RequestError: another form, an address that can't be one, or a name twice.
     """
     found: list[Server] = []
     for text in texts:
         name, _, url = text.partition("=")
-        parts = urlsplit(url)
-        if not name.strip() or parts.scheme not in ("http", "https") or not parts.hostname:
+        if not name.strip() or not is_address(url):
             raise RequestError(
                 f"--server {text}: not of the form NAME=URL", mend="write --server NAME=http://HOST:PORT"
             )
         if name.strip() in [server.name for server in found]:
             raise RequestError(f"--server {text}: the name is taken", mend="give each server a name of its own")
-        found.append(Server(name.strip(), url.rstrip("/")))
+        found.append(Server(name.strip(), url.rstrip("/"), api_key))
     return found
 
 
 async def look(server: Server) -> Seen:
     """Ask a server what it is; an error becomes part of the answer."""
     try:
-        async with AsyncClient(server.url, timeout=_LOOK_SECONDS) as client:
+        async with server.connect(timeout=_LOOK_SECONDS) as client:
             return Seen(server, await client.server_info())
     except AngelspecError as error:
-        return Seen(server, error=error.message, mend=error.mend or "")
+        refused = isinstance(error, RequestRefused)
+        return Seen(server, error=error.message, mend=error.mend or "", refused=refused)
 
 
 def offered_modes(seen: Sequence[Seen]) -> tuple[Mode, ...]:
@@ -138,10 +157,8 @@ def lanes(columns: Sequence[Column], *, together: bool) -> list[list[Column]]:
 def _columns_of(seen: Seen, mode: Mode, *, several: bool) -> list[Column]:
     server = seen.server
     if seen.info is None or seen.info.engine is None:
-        what = "not reachable" if seen.info is None else "without the extension"
-        return [
-            Column(f"{server.name}/", server.name, what, server, None, plain=seen.info is not None, alone=not several)
-        ]
+        plain = seen.info is not None and seen.own_algorithm is None
+        return [Column(f"{server.name}/", server.name, _what_it_is(seen), server, None, plain=plain, alone=not several)]
     drafters = [drafter for drafter in seen.info.engine.drafters if drafter.mode == mode]
     deepest = max((drafter.depth for drafter in drafters), default=8)
 
@@ -159,6 +176,13 @@ def _columns_of(seen: Seen, mode: Mode, *, several: bool) -> list[Column]:
     if drafters:
         found.append(column("Automatic", "chosen per step", AUTO, AUTO, deepest))
     return found
+
+
+def _what_it_is(seen: Seen) -> str:
+    """A server of which only one column is known, in a few words."""
+    if seen.info is None:
+        return "refuses" if seen.refused else "not reachable"
+    return "without the extension" + (f", speculates by {seen.own_algorithm}" if seen.own_algorithm else "")
 
 
 def _title(drafter: ServedDrafter, others: Sequence[ServedDrafter]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +15,14 @@ from angelspec.demo.load import background
 from angelspec.demo.render import Tags
 from angelspec.demo.stream import ColumnState, Opener, merge
 from angelspec.demo.texts import EXAMPLES
-from angelspec.serving.client import AsyncClient
+from angelspec.serving.client import AsyncClient, AsyncStream
 from angelspec.serving.wire import Sampling
 
 _LOAD_PROMPTS = [prompt for prompts in EXAMPLES.values() for prompt in prompts.values()]
 _REMEMBERED = 100
 _ANSWER_SILENCE_SECONDS = 300.0
+_READ_SECONDS = 30.0
+"""That a server has to read the prompt before its first column begins."""
 
 
 @dataclass(frozen=True)
@@ -59,49 +62,61 @@ async def compare(visit: Visit, wishes: Wishes) -> AsyncIterator[None]:
     servers = list(dict.fromkeys(column.server for column in wishes.columns))
     async with contextlib.AsyncExitStack() as stack:
         clients = {
-            server: await stack.enter_async_context(AsyncClient(server.url, timeout=_ANSWER_SILENCE_SECONDS))
+            server: await stack.enter_async_context(server.connect(timeout=_ANSWER_SILENCE_SECONDS))
             for server in servers
         }
         arguments = {server: _arguments(visit.seen, server, wishes.mode) for server in servers}
         yield
         if wishes.load:
-            for server in servers:
-                await stack.enter_async_context(
-                    background(
-                        [clients[server]], wishes.load, prompts=_LOAD_PROMPTS, template_arguments=arguments[server]
-                    )
-                )
-        if not wishes.together:
-            for server in servers:
-                await _read_prompt(clients[server], wishes, arguments[server])
+            busy = [(clients[server], arguments[server]) for server in servers]
+            await stack.enter_async_context(background(busy, wishes.load, prompts=_LOAD_PROMPTS))
         of = {state.column.key: state for state in visit.states}
-        rows = [
-            [(of[c.key], _opener(clients[c.server], c, wishes, arguments[c.server])) for c in lane]
-            for lane in lanes(wishes.columns, together=wishes.together)
-        ]
+        first = set() if wishes.together else {_first_of(server, wishes.columns) for server in servers}
+        openers = {
+            c.key: _opener(clients[c.server], c, wishes, arguments[c.server], reads=c.key in first)
+            for c in wishes.columns
+        }
+        rows = [[(of[c.key], openers[c.key]) for c in lane] for lane in lanes(wishes.columns, together=wishes.together)]
         async with contextlib.aclosing(merge(rows)) as frames:
             async for _ in frames:
                 yield
 
 
-def _opener(client: AsyncClient, column: Column, wishes: Wishes, arguments: Mapping[str, Any]) -> Opener:
-    return lambda: client.stream_chat(
-        [{"role": "user", "content": wishes.prompt}],
-        sampling=wishes.sampling,
-        label=column.label,
-        template_arguments=arguments,
-        details=column.label is not None,
-    )
+def _first_of(server: Server, columns: Sequence[Column]) -> str:
+    """The key of the column that comes first on a server."""
+    return next(column.key for column in columns if column.server == server)
+
+
+def _opener(
+    client: AsyncClient, column: Column, wishes: Wishes, arguments: Mapping[str, Any], *, reads: bool
+) -> Opener:
+    """Opens a column's stream; with ``reads`` its server is given the prompt before, outside the column's time."""
+
+    @contextlib.asynccontextmanager
+    async def opened() -> AsyncIterator[AsyncStream]:
+        if reads:
+            await _read_prompt(client, wishes, arguments)
+        async with client.stream_chat(
+            [{"role": "user", "content": wishes.prompt}],
+            sampling=wishes.sampling,
+            label=column.label,
+            template_arguments=arguments,
+            details=column.label is not None,
+        ) as stream:
+            yield stream
+
+    return opened
 
 
 async def _read_prompt(client: AsyncClient, wishes: Wishes, arguments: Mapping[str, Any]) -> None:
     """Let the server read the prompt once, so that no column pays for that alone; errors are its columns' to tell."""
-    with contextlib.suppress(AngelspecError):
-        await client.chat(
-            [{"role": "user", "content": wishes.prompt}],
-            sampling=Sampling(max_tokens=1, temperature=0.0),
-            template_arguments=arguments,
-        )
+    with contextlib.suppress(AngelspecError, TimeoutError):
+        async with asyncio.timeout(_READ_SECONDS):
+            await client.chat(
+                [{"role": "user", "content": wishes.prompt}],
+                sampling=Sampling(max_tokens=1, temperature=0.0),
+                template_arguments=arguments,
+            )
 
 
 def _arguments(seen: Sequence[Seen], server: Server, mode: Mode) -> dict[str, Any]:

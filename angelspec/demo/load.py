@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 from angelspec.core.errors import AngelspecError
@@ -22,23 +22,26 @@ _LONGEST_SECONDS = 900.0
 
 @contextlib.asynccontextmanager
 async def background(
-    clients: Sequence[AsyncClient],
+    servers: Iterable[tuple[AsyncClient, Mapping[str, Any]]],
     count: int,
     *,
     prompts: Sequence[str],
-    template_arguments: Mapping[str, Any],
 ) -> AsyncIterator[None]:
     """Keep ``count`` requests running on each server inside the block; leaving it ends them in the server too.
 
-    The block begins when all of them receive text, or after ten seconds. A server that refuses them is asked again
-    after a pause: its own column says what is wrong.
+    The block begins when all of them, of all servers, receive text, or after ten seconds. A server that refuses them is
+    asked again after a pause: its own column says what is wrong.
+
+    Args:
+        servers: each with the arguments of its chat template.
+        count: requests on each.
+        prompts: asked over and over.
     """
-    started = [asyncio.Event() for _ in range(count * len(clients))]
+    jobs = [(asyncio.Event(), client, arguments, seed) for client, arguments in servers for seed in range(count)]
+    started = [event for event, *_ in jobs]
     tasks = [
-        asyncio.create_task(
-            _keep_asking(clients[i // count], prompts[i % len(prompts) :], template_arguments, event, i)
-        )
-        for i, event in enumerate(started)
+        asyncio.create_task(_keep_asking(client, prompts[seed % len(prompts) :], arguments, event, seed))
+        for event, client, arguments, seed in jobs
     ]
     try:
         with contextlib.suppress(TimeoutError):

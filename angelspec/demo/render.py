@@ -68,10 +68,11 @@ def shade(position: int, depth: int) -> int:
 # -------------------------------------------------------------------------------------------------- card
 
 
-def card(state: ColumnState, *, plain_speed: float | None, tags: Tags = None) -> list[str]:
+def card(state: ColumnState, *, place: int, plain_speed: float | None, tags: Tags = None) -> list[str]:
     """One column.
 
     Args:
+        place: among the columns of the page, from 0.
         plain_speed: tokens/s of plain decoding with the same prompt; None: not known.
         tags: what opens and closes thinking.
     """
@@ -88,7 +89,7 @@ def card(state: ColumnState, *, plain_speed: float | None, tags: Tags = None) ->
         head,
         _figures(state, plain_speed),
         _route(state),
-        *_body(state, tags),
+        *_body(state, tags, place=place),
         _error(state),
         "</article>",
     ]
@@ -96,7 +97,10 @@ def card(state: ColumnState, *, plain_speed: float | None, tags: Tags = None) ->
 
 def board(states: Sequence[ColumnState], *, tags: Tags = None) -> list[list[str]]:
     """All columns."""
-    return [card(state, plain_speed=plain_speed(states, state), tags=tags) for state in states]
+    return [
+        card(state, place=place, plain_speed=plain_speed(states, state), tags=tags)
+        for place, state in enumerate(states)
+    ]
 
 
 def plain_speed(states: Sequence[ColumnState], state: ColumnState) -> float | None:
@@ -141,14 +145,16 @@ def _server_line(seen: Seen) -> str:
     words = [f"<b>{html.escape(seen.server.name)}</b>"]
     if seen.info is None:
         mend = f"<br><small>{html.escape(seen.mend)}</small>" if seen.mend else ""
+        what = "refuses" if seen.refused else "is down"
         return (
-            f'<li class="down"><i class="dot"></i><span>{words[0]} is down: {html.escape(seen.error)}{mend}</span></li>'
+            f'<li class="down"><i class="dot"></i><span>{words[0]} {what}: {html.escape(seen.error)}{mend}</span></li>'
         )
     engine = seen.info.engine
     target = str(seen.info.arguments.get("served_model_name") or (engine and engine.target) or seen.info.model)
     words += [html.escape(target.rstrip("/").split("/")[-1]), f"SGLang {html.escape(seen.info.version)}"]
     if engine is None:
         words.append("without the extension")
+        words += [f"speculates by {html.escape(seen.own_algorithm)}"] if seen.own_algorithm else []
     else:
         words += [f"{html.escape(one.name)} ({html.escape(one.mode)})" for one in engine.drafters] or ["no drafters"]
         words += ["speculation is switched off"] if engine.speculation == "off" else []
@@ -199,17 +205,17 @@ def _append(parts: list[Part], text: str, kind: Literal["text", "code"], start: 
         parts.append(Part(kind, start, end, closed))
 
 
-def _body(state: ColumnState, tags: Tags) -> Iterable[str]:
+def _body(state: ColumnState, tags: Tags, *, place: int) -> Iterable[str]:
     pieces, reasoning = state.pieces, state.answer.reasoning
     text = "".join(piece.text for piece in pieces)
     parts = split_parts(text, tags)
     yield '<div class="answer">'
     if reasoning and not state.answer.pieces:  # the server separates it, and names no tokens
-        yield from _fold(state, html.escape(reasoning), live=not text)
+        yield from _fold(place, html.escape(reasoning), live=not text)
     for part in parts:
         inner = token_html(pieces, part, depth=state.column.depth)
         if part.kind == "thought":
-            yield from _fold(state, inner, live=not part.closed and state.status == "running")
+            yield from _fold(place, inner, live=not part.closed and state.status == "running")
         else:
             yield f'<div class="{part.kind}">'
             yield inner
@@ -219,9 +225,9 @@ def _body(state: ColumnState, tags: Tags) -> Iterable[str]:
     yield "</div>"
 
 
-def _fold(state: ColumnState, inner: str, *, live: bool) -> Iterable[str]:
+def _fold(place: int, inner: str, *, live: bool) -> Iterable[str]:
     # a checkbox, not <details>: the page redraws attributes, and would fold what a reader has opened
-    key = f"fold-{html.escape(re.sub(r'[^A-Za-z0-9]+', '-', state.column.key))}"
+    key = f"fold-{place}"
     yield (
         f'<div class="fold {"live" if live else ""}"><input type="checkbox" id="{key}">'
         f'<label for="{key}">{"Thinking …" if live else "Thinking"}</label><div class="thought">'

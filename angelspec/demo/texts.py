@@ -62,8 +62,9 @@ FIGURES = """### The figures of a column
 - **accepted length**: tokens per verify step, the model's own included
 - **kept ratio**: slots that were verified, of those drafted (what D-cut let through)
 
-Columns of one machine run one after the other, since together they would slow each other down. Each server first gets
-the prompt once with a single token of answer, so that no column pays for reading it alone.
+Columns of one machine run one after the other, since together they would slow each other down; each server then first
+gets the prompt once with a single token of answer, so that no column pays for reading it alone. With *Together* in the
+settings all columns start at once, and nothing is read before.
 """
 MEASURED = "From the answers of this visit (plain columns draft nothing), and from load tests."
 ACCEPTANCE_NOTE = (

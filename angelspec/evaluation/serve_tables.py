@@ -29,8 +29,7 @@ def speed_table(result: BenchResult, *, traffic: str) -> Table:
     """Concurrency by choice: tokens/s, speedup, accepted length."""
 
     def shown(cell: Cell, choice: Choice) -> str:
-        marks = ("†" if cell.too_short else "") + ("‡" if cell.failures else "")
-        parts = [f"{number(cell.tokens_per_second, '{:.1f}')}{marks}"]
+        parts = [f"{number(cell.tokens_per_second, '{:.1f}')}{cell.marks}"]
         if choice.name != result.baseline:
             parts.append(f"{number(cell.speedup)}×")
         if _speculates(result, choice):
@@ -128,7 +127,7 @@ def bench_markdown(result: BenchResult, *, plots: dict[str, str]) -> str:
         ),
         (
             "windows",
-            f"{settings.requests} requests or twice the concurrency, {settings.repeats} repeats in rotated order, "
+            f"{settings.window_text}, {settings.repeats} repeats in rotated order, "
             f"up to {settings.max_tokens} tokens, temperature {settings.temperature:g}, "
             f"mode {settings.mode or 'default'}, seed {settings.seed}",
         ),

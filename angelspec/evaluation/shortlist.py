@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SIZES: tuple[int | None, ...] = (8, 16, 32, 64, 128, None)
 """Candidates per slot; None: the whole vocabulary (exact)."""
+ROUNDS = 2
+"""Turns of all sizes."""
 
 
 def measure_shortlists(
@@ -30,7 +32,7 @@ def measure_shortlists(
     *,
     settings: MeasureSettings,
     sizes: Sequence[int | None] = SIZES,
-    rounds: int = 2,
+    rounds: int = ROUNDS,
     folder: Path | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> list[ShortlistResult]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from angelspec.evaluation.report import Report
-from angelspec.evaluation.results import SpeedResult
+from angelspec.evaluation.results import ShortlistResult, SpeedResult
 from angelspec.evaluation.tables import MISSING, Table, at_temperature, number, percent
 
 
@@ -90,8 +90,15 @@ def component_milliseconds(report: Report, drafter: str) -> dict[str, float]:
     return {name: 1000 * seconds / tokens for name, seconds in totals.items()}
 
 
+def _fastest(results: Sequence[ShortlistResult]) -> str:
+    if not results:
+        return ""
+    best = max(results, key=lambda result: result.tokens / result.total_seconds)
+    return f" Most tokens/s: {'the exact head' if best.size is None else f'{best.size} candidates'}."
+
+
 def shortlist_table(report: Report) -> Table:
-    """What a shortlist costs and gains."""
+    """What a shortlist costs and gains, and which size answers fastest."""
     exact = next((result for result in report.shortlist if result.size is None), None)
     rows = []
     for result in report.shortlist:
@@ -110,5 +117,5 @@ def shortlist_table(report: Report) -> Table:
         "Shortlist of the sequential head",
         ("candidates per slot", "accepted length", "against exact", "draft ms per block", "tokens/s"),
         tuple(rows),
-        caption="Greedy decoding of the same prompts with each size in turns.",
+        caption="Greedy decoding of the same prompts with each size in turns." + _fastest(report.shortlist),
     )

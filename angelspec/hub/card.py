@@ -75,6 +75,10 @@ class ServedLine:
     """95 %, of the speed-up."""
     accepted_length: float | None
     kept_ratio: float | None
+    marks: str = ""
+    """Of a faulty measurement, beside its speed; the definitions say what they mean."""
+    speedup_marks: str = ""
+    """Of it and of plain decoding, beside the speed-up."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class Served:
     command: str
     definitions: Mapping[str, str]
     lines: tuple[ServedLine, ...]
+    faults: tuple[str, ...] = ()
+    """What is wrong with the measurement, one sentence each."""
 
 
 @dataclass(frozen=True)
@@ -210,10 +216,15 @@ def _facts(facts: CardFacts) -> str:
             ),
         ]
     rows += [
-        ("weights", f"{facts.dtype}, {facts.weight_bytes / 1e6:.1f} MB, without the target's embedding and head"),
+        ("weights", f"{facts.dtype}, {facts.weight_bytes / 1e6:.1f} MB, {_with_or_without(manifest)}"),
         ("angelspec", manifest.angelspec_version),
     ]
     return "## Facts\n\n" + table(("fact", "value"), rows, left=2)
+
+
+def _with_or_without(manifest: DrafterManifest) -> str:
+    whole = manifest.recipe.export.include_embedding
+    return f"{'with' if whole else 'without'} the target's embedding and head"
 
 
 def _public(source: str) -> str:
@@ -297,18 +308,19 @@ def _speed(measured: Measurement) -> list[str]:
 def _served(served: Served) -> list[str]:
     rows = []
     for line in served.lines:
-        speedup = _MISSING if line.speedup is None else f"{line.speedup:.2f}x"
+        speedup = _MISSING if line.speedup is None else f"{line.speedup:.2f}x{line.speedup_marks}"
         if line.interval is not None:
             speedup += f" [{line.interval[0]:.2f}, {line.interval[1]:.2f}]"
         kept = _MISSING if line.kept_ratio is None else f"{line.kept_ratio:.0%}"
-        rows.append((line.traffic, line.choice, str(line.concurrency), f"{line.tokens_per_second:.1f}", speedup,
-                     _number(line.accepted_length), kept))  # fmt: skip
+        rows.append((line.traffic, line.choice, str(line.concurrency), f"{line.tokens_per_second:.1f}{line.marks}",
+                     speedup, _number(line.accepted_length), kept))  # fmt: skip
     columns = ("traffic", "choice", "concurrency", "tokens/s", "speed-up", "accepted length", "kept ratio")
     return [
         f"Served by {served.engine} on {served.machine}, measured {served.measured}; {served.settings}; plain decoding "
         "and every choice in turns in one server:",
         "",
         table(columns, rows, left=2),
+        *(["Faults of this measurement:", "", *(f"- {fault}" for fault in served.faults), ""] if served.faults else []),
         *(f"- **{name}**: {text}" for name, text in served.definitions.items()),
         "",
         "```bash",

@@ -56,6 +56,12 @@ class NotOnHub(HubError):
     exit_code = 8
 
 
+class NotConfirmed(HubError):
+    """The user did not agree to a publication, or nobody was there to ask."""
+
+    exit_code = 13
+
+
 @dataclass(frozen=True)
 class Failure:
     """One failed request, judged."""

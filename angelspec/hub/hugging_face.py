@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
@@ -94,12 +94,17 @@ class HuggingFace:
             if isinstance(item, RepoFile)
         }
 
-    def commit(self, name: str, files: Sequence[StagedFile], *, branch: str, message: str) -> str:
+    def commit(
+        self, name: str, files: Sequence[StagedFile], *, remove: Sequence[str], branch: str, message: str
+    ) -> str:
         # the parent makes the hub refuse a commit on top of one that we have not seen
         parent = self._api.model_info(name, revision=branch).sha
         info = self._api.create_commit(
             name,
-            [CommitOperationAdd(path_in_repo=file.path, path_or_fileobj=file.source) for file in files],
+            [
+                *(CommitOperationAdd(path_in_repo=file.path, path_or_fileobj=file.source) for file in files),
+                *(CommitOperationDelete(path_in_repo=path) for path in remove),
+            ],
             commit_message=message,
             revision=branch,
             parent_commit=parent,

@@ -88,7 +88,9 @@ class ModelScope:
             if item.type != "tree"
         }
 
-    def commit(self, name: str, files: Sequence[StagedFile], *, branch: str, message: str) -> str:
+    def commit(
+        self, name: str, files: Sequence[StagedFile], *, remove: Sequence[str], branch: str, message: str
+    ) -> str:
         blobs = [file for file in files if _is_blob(file)]
         if blobs:
             objects = [{"oid": file.sha256, "size": file.size} for file in blobs]
@@ -98,7 +100,8 @@ class ModelScope:
                 if place is not None:  # None: the hub has it already, of an earlier attempt
                     with file.source.open("rb") as stream:
                         self._api.legacy.upload_blob(place, stream, file.size)
-        self._api.legacy.create_commit(name, _MODEL, [_action(file) for file in files], message, branch)
+        actions = [*map(_action, files), *map(_removal, remove)]
+        self._api.legacy.create_commit(name, _MODEL, actions, message, branch)
         return branch
 
     def download(self, name: str, path: str, *, revision: str, into: Path, expected: RemoteFile) -> Path:
@@ -122,6 +125,11 @@ def _is_blob(file: StagedFile) -> bool:
     if path.name.upper() in UPLOAD_INLINE_METADATA_PATHS:
         return False
     return file.size > UPLOAD_LFS_FORCE_THRESHOLD_BYTES or path.suffix.lower() in MODEL_LFS_SUFFIX
+
+
+def _removal(path: str) -> dict[str, object]:
+    """The end of one file in a commit, in the hub's words."""
+    return {"action": "delete", "path": path, "type": "normal", "size": 0, "sha256": "", "content": "", "encoding": ""}
 
 
 def _action(file: StagedFile) -> dict[str, object]:

@@ -5,6 +5,7 @@ What needs a drafter to run (building it, drafting with it) is passed in, so tha
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,17 +26,25 @@ from angelspec.hub.quiet import quiet_clients
 from angelspec.hub.staging import (
     CARD_FILE,
     LICENSE_FILE,
+    LOAD_TEST_FILE,
     Stage,
     StagedFile,
     copy_allowed,
+    is_allowed,
     staged_files,
 )
 from angelspec.hub.stated_facts import contradictions
 from angelspec.hub.transport import Hub, RemoteFile, connect
 
 OUR_LICENSE = "apache-2.0"
+_APACHE = re.compile(r"Apache License,?\s+Version 2\.0")
+_TITLE_CHARACTERS = 1000
+"""In which a licence's text says which one it is; further on it may speak of others."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Files a loader might take for the drafter's weights."""
+
+_PLACE = re.compile(r"""https?://[^\s"'<>,;]+|(?<![\w./~-])(?:file:|folder:)?[/~][\w.-]+/[^\s"'<>,;]+""")
+_LOOPBACK = re.compile(r"https?://(?:localhost|127\.[\d.]+|\[::1\])(?::\d+)?(?:/|$)")
 
 Check = Callable[[Path, DrafterManifest], Sequence[str]]
 """Looks at the staged folder; returns what is wrong, one sentence each."""
@@ -126,15 +135,22 @@ def add_license(folder: Path, license: str) -> None:
     """Put the licence's text beside the weights, unless one is there.
 
     Raises:
-        CheckpointError: there is none, and the licence is not the one whose text we carry.
+        CheckpointError: there is none, and the licence is not the one whose text we carry; or the one that is there is
+            of Apache's licence where another is stated, or the reverse.
     """
-    if (folder / LICENSE_FILE).is_file():
+    path = folder / LICENSE_FILE
+    if path.is_file():
+        if (_APACHE.search(_text(path)[:_TITLE_CHARACTERS]) is not None) != (license == OUR_LICENSE):
+            raise CheckpointError(
+                f"{LICENSE_FILE} is not the text of licence '{license}'",
+                mend=f"put that text there, or state the licence that {LICENSE_FILE} holds with --license",
+            )
         return
     if license != OUR_LICENSE:
         raise CheckpointError(
             f"the text of licence '{license}' is missing", mend=f"put it as {LICENSE_FILE} beside config.json"
         )
-    shutil.copyfile(license_file(), folder / LICENSE_FILE)
+    shutil.copyfile(license_file(), path)
 
 
 def _text(path: Path) -> str:
@@ -150,9 +166,16 @@ def _warnings(folder: Path, manifest: DrafterManifest) -> tuple[str, ...]:
     places += [source.source for source in (*recipe.data.train, *recipe.data.evaluation)]
     paths = sorted({place for place in places if place and (place.startswith(("folder:", "file:", "/", "~", ".")))})
     warnings = [f"the manifest names local paths that everyone will read: {', '.join(paths)}"] if paths else []
+    if (folder / LOAD_TEST_FILE).is_file() and (places := _places_in(_text(folder / LOAD_TEST_FILE))):
+        warnings.append(f"{LOAD_TEST_FILE} names local paths or addresses that everyone will read: {', '.join(places)}")
     if not manifest.acceptance:
         warnings.append("nothing was measured: the card has no figures")
     return tuple(warnings)
+
+
+def _places_in(text: str) -> list[str]:
+    """Local paths and addresses of other machines in a text, each once."""
+    return sorted({place for place in _PLACE.findall(text) if not _LOOPBACK.match(place)})
 
 
 def publish(
@@ -204,16 +227,20 @@ def _publish_to(publication: Publication, destination: Destination, *, message: 
         nonlocal attempts
         present = hub.files(name, branch)
         _refuse_other_weights(publication, present, place=place)
-        if not _differences(publication.stage.files, present):
+        outdated = _outdated(publication, present)
+        if not outdated and not _differences(publication.stage.files, present):
             return branch
         attempts += 1
         say(f"{place}: uploading {len(publication.stage.files)} files, {publication.stage.total_bytes / 1e6:.1f} MB")
-        return hub.commit(name, publication.stage.files, branch=branch, message=message)
+        if outdated:
+            say(f"{place}: removing what an earlier publication left: {', '.join(outdated)}")
+        return hub.commit(name, publication.stage.files, remove=outdated, branch=branch, message=message)
 
     revision = patiently("upload the files", upload)
     say(f"{place}: reading back")
     read = patiently("read back", lambda: hub.files(name, revision))
     differences = _differences(publication.stage.files, read)
+    differences += [f"{path} is still there" for path in _outdated(publication, read)]
     differences += _unhashed_differences(
         hub, name, publication.stage.files, read, revision=revision, patiently=patiently
     )
@@ -222,10 +249,11 @@ def _publish_to(publication: Publication, destination: Destination, *, message: 
             f"{place}: what the hub holds is not what was sent: {'; '.join(differences)}",
             mend="publish again; if it stays so, delete the repository and report it to the hub",
         )
+    besides = _besides(publication, read)
     if not attempts:
-        return Outcome(destination, "unchanged", f"{hub.url(name)} holds exactly this already")
+        return Outcome(destination, "unchanged", f"{hub.url(name)} holds this already{besides}")
     where = "" if revision == branch else f" at {revision[:12]}"
-    return Outcome(destination, "published", f"{hub.url(name)}{where}, read back and equal")
+    return Outcome(destination, "published", f"{hub.url(name)}{where}, read back and equal{besides}")
 
 
 def _create(hub: Hub, name: str, *, private: bool, license: str) -> None:
@@ -255,6 +283,20 @@ def _refuse_other_weights(publication: Publication, present: Mapping[str, Remote
             f"{place} holds other weights too, which loaders might take: {', '.join(others)}",
             mend="delete them on the site, or publish to another repository",
         )
+
+
+def _outdated(publication: Publication, present: Mapping[str, RemoteFile]) -> list[str]:
+    """Files that a publication may hold and this one does not: an earlier one's, which would stand beside the new
+    weights as if they were theirs."""
+    ours = {file.path for file in publication.stage.files}
+    return sorted(path for path in present if is_allowed(path) and path not in ours)
+
+
+def _besides(publication: Publication, present: Mapping[str, RemoteFile]) -> str:
+    """What else a repository holds, in words; empty: nothing but the hub's own settings."""
+    ours = {*(file.path for file in publication.stage.files), ".gitattributes"}
+    others = sorted(path for path in present if path not in ours)
+    return f"; it also holds, and keeps, {', '.join(others)}" if others else ""
 
 
 def _differences(files: Sequence[StagedFile], present: Mapping[str, RemoteFile]) -> list[str]:

@@ -14,7 +14,9 @@ _TOKEN_SHAPES = re.compile(
 )
 """How tokens of the two hubs, of OpenAI's API, of GitHub and of AWS look."""
 _QUERY = re.compile(r"((?:https?:/)?/[^\s?'\"<>]+)\?[^\s'\"<>]*")
-_BEARER = re.compile(r"(?i)\b(bearer|authorization|m_session_id)([=:\s]+)\S+")
+_HEADER = re.compile(r"""(?i)\b(authorization["']?[ \t]*[=:][ \t]*["']?)(?:[\w-]+[ \t]+)?\S+""")
+"""An Authorization header: its scheme, if it names one, and the credential."""
+_BEARER = re.compile(r"(?i)\b((?:bearer|authorization|m_session_id)[=:\s]+)\S+")
 
 
 def known_tokens() -> tuple[str, ...]:
@@ -27,7 +29,8 @@ def redact(text: str, tokens: Iterable[str] = ()) -> str:
     for token in (*tokens, *known_tokens()):
         text = text.replace(token, _HIDDEN)
     text = _TOKEN_SHAPES.sub(_HIDDEN, text)
-    text = _BEARER.sub(rf"\1\2{_HIDDEN}", text)
+    for pattern in (_HEADER, _BEARER):
+        text = pattern.sub(rf"\1{_HIDDEN}", text)
     return _QUERY.sub(r"\1", text)
 
 

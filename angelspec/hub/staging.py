@@ -22,6 +22,7 @@ from angelspec.hub.redaction import holds_a_token
 CARD_FILE = "README.md"
 LICENSE_FILE = "LICENSE"
 CONFIG_FILE = "config.json"
+LOAD_TEST_FILE = "serve-bench.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -29,7 +30,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl")
 _LFS_MARK = b"version https://git-lfs"
 ALLOWED = (
     CARD_FILE, LICENSE_FILE, CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE, INDEX_FILE, "report.json", "report.md",
-    "serve-bench.json", "training/metrics.jsonl",
+    LOAD_TEST_FILE, "training/metrics.jsonl",
 )  # fmt: skip
 """Paths that go, besides shards of the weights and the report's plots (*.png beside it)."""
 _TEXTS = (".md", ".json", ".jsonl", ".txt")

@@ -78,8 +78,11 @@ class Hub(Protocol):
     def files(self, name: str, revision: str) -> dict[str, RemoteFile]:
         """All files by path."""
 
-    def commit(self, name: str, files: Sequence[StagedFile], *, branch: str, message: str) -> str:
-        """Upload what the hub lacks, put all files into one commit, and return the revision to read back at."""
+    def commit(
+        self, name: str, files: Sequence[StagedFile], *, remove: Sequence[str], branch: str, message: str
+    ) -> str:
+        """Upload what the hub lacks, put all files into one commit that removes the paths ``remove`` as well, and
+        return the revision to read back at."""
 
     def download(self, name: str, path: str, *, revision: str, into: Path, expected: RemoteFile) -> Path:
         """Fetch one file into a folder, going on where an earlier attempt was cut off."""

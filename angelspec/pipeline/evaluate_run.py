@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
-from angelspec.core.errors import CheckpointError
+from angelspec.core.errors import CheckpointError, RecipeError
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe import Recipe
-from angelspec.core.recipe_files import resolve
+from angelspec.core.recipe_files import resolve, validate
 from angelspec.data.prompt_items import prompt_source
 from angelspec.data.reading import read_sources
 from angelspec.decoding.proposers import drafter_proposer
@@ -45,6 +46,7 @@ def evaluate_checkpoints(
     shortlist: int | None = None,
     cut: float | None = None,
     breakeven: Sequence[int] = (),
+    shortlists: bool = False,
     output: Path | None = None,
     quiet: bool = False,
 ) -> None:
@@ -61,12 +63,14 @@ def evaluate_checkpoints(
         shortlist: candidates per slot that a sequential head rescores; 0: the whole vocabulary; None: the recipe's.
         cut: keep ratio of D-cut.
         breakeven: batch sizes at which the break-even with the first MTP drafter is measured; none: it is not.
+        shortlists: measure the first drafter with a sequential head with shortlists of every size.
         output: folder of the report; none: ``runs/evaluation``.
         quiet: show no progress.
 
     Raises:
-        CheckpointError: a folder has no manifest, the drafters are for different targets or modes, or the break-even
-            is asked for without an MTP drafter.
+        CheckpointError: a folder has no manifest, the drafters are for different targets or modes, the break-even is
+            asked for without an MTP drafter, or shortlists without a drafter that has a sequential head.
+        RecipeError: an option has a value that a recipe can't have.
     """
     names = _names(checkpoints)
     manifests = [_manifest(path) for path in checkpoints]
@@ -84,10 +88,12 @@ def evaluate_checkpoints(
             "another family",
             mend="add an MTP drafter of the same target and mode",
         )
+    shortlists_of = _first_sequential(names, manifests) if shortlists else None
     recipe = _recipe(
         manifests[0], prompts=prompts, temperatures=temperatures, limit=limit, max_new_tokens=max_new_tokens,
         batch_size=batch_size, target_source=target_source, shortlist=shortlist,
     )  # fmt: skip
+    policy = _cut_policy(cut)
     progress = Progress(quiet=quiet)
     session = Session(recipe)
     target = session.target(recipe.evaluation.dtype)
@@ -114,8 +120,8 @@ def evaluate_checkpoints(
         descriptions[name] = drafter_description(loaded.config)
     folder = output or Path("runs") / "evaluation"
     settings = measure_settings(recipe)
-    if cut is not None:
-        settings = settings.model_copy(update={"cut": CutPolicy(ratio=cut)})
+    if policy is not None:
+        settings = settings.model_copy(update={"cut": policy})
     with progress.running(), torch.no_grad():
         report = measured_report(
             target,
@@ -130,6 +136,7 @@ def evaluate_checkpoints(
             commands=(shlex.join(["angelspec", *sys.argv[1:]]),),
             descriptions=descriptions,
             breakeven=breakeven,
+            shortlists_of=shortlists_of,
         )
     logs = {name: path / TRAINING_LOG for name, path in zip(names, checkpoints, strict=True)}
     logs = {name: path for name, path in logs.items() if path.is_file()}
@@ -138,6 +145,17 @@ def evaluate_checkpoints(
         console = table_console()
         print_report(report, console=console)
         console.print(f"report: {folder / 'report.md'}", highlight=False)
+
+
+def _first_sequential(names: Sequence[str], manifests: Sequence[DrafterManifest]) -> str:
+    """The first drafter whose head rescores candidates one slot after another."""
+    for name, manifest in zip(names, manifests, strict=True):
+        if manifest.drafter.family == "block" and manifest.drafter.head != "none":
+            return name
+    raise CheckpointError(
+        f"a shortlist is of a sequential head, and none of {', '.join(names)} has one",
+        mend="give a DSpark or DFly drafter, or leave out --shortlists",
+    )
 
 
 def _names(checkpoints: Sequence[Path]) -> list[str]:
@@ -197,4 +215,11 @@ def _recipe(
         document["data"]["evaluation"] = [prompt_source(item).model_dump(mode="json") for item in prompts]
     if target_source is not None:
         document["target"]["source"] = target_source if ":" in target_source else f"folder:{target_source}"
-    return resolve(Recipe.model_validate(document))
+    return resolve(validate(document, where="the command's options on the drafter's recipe"))
+
+
+def _cut_policy(ratio: float | None) -> CutPolicy | None:
+    try:
+        return None if ratio is None else CutPolicy(ratio=ratio)
+    except ValidationError:
+        raise RecipeError(f"--cut {ratio:g}: no share of proposals", mend="give one above 0, and at most 1") from None

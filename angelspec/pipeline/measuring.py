@@ -12,6 +12,7 @@ from angelspec.data.chat import chat_format, prompt_rows
 from angelspec.data.conversation import Conversation
 from angelspec.data.quarantine import require_usable
 from angelspec.data.rounds import first_round
+from angelspec.decoding.block_proposer import BlockProposer
 from angelspec.decoding.lookup import LookupProposer
 from angelspec.decoding.proposer import Proposer
 from angelspec.evaluation.acceptance import check_exactness, measure, measure_speed, num_answers
@@ -19,7 +20,8 @@ from angelspec.evaluation.machine import Machine
 from angelspec.evaluation.plots import plot_report
 from angelspec.evaluation.rendering import write_report
 from angelspec.evaluation.report import DrafterFacts, Report, SuiteFacts, TargetFacts
-from angelspec.evaluation.results import MeasureSettings
+from angelspec.evaluation.results import MeasureSettings, ShortlistResult
+from angelspec.evaluation.shortlist import ROUNDS, SIZES, measure_shortlists
 from angelspec.evaluation.step_times import measure_step_times, num_steps
 from angelspec.evaluation.suites import Suite
 from angelspec.evaluation.training_plots import plot_training
@@ -30,6 +32,8 @@ LOOKUP = "prompt lookup"
 """Name of the drafter without weights in every table."""
 _SPEED_PROMPTS, _SPEED_TOKENS = 8, 64
 """The race against plain decoding: prompts of all suites in turns, and the longest answer."""
+_SHORTLIST_PROMPTS = 16
+"""Answered with every size of a shortlist."""
 _EXACT_TOKENS = 96
 """Longest answer of the comparison with plain decoding, which decodes one request at a time."""
 
@@ -76,12 +80,15 @@ def measured_report(
     commands: Sequence[str],
     descriptions: Mapping[str, str],
     breakeven: Sequence[int] = (),
+    shortlists_of: str | None = None,
 ) -> Report:
     """Measure everything and put it into one report; finished parts in ``folder`` are not measured again.
 
     Args:
         exact_target: in float32, to compare the output with plain decoding; None: not compared.
         breakeven: batch sizes at which the break-even with MTP is measured; none: it is not.
+        shortlists_of: name of the block drafter whose sequential head is measured with shortlists of every size; None:
+            none is.
     """
     total = num_answers(suites, proposers, settings=settings)
     with progress.meter("evaluate", total=total, unit="answers") as meter:
@@ -108,6 +115,12 @@ def measured_report(
                 folder=folder / "units",
                 advance=meter,
             )
+    shortlists, notes = [], []
+    if shortlists_of is not None:
+        shortlists = _shortlists(
+            target, proposers, suites, of=shortlists_of, settings=settings, folder=folder / "units", progress=progress
+        )
+        notes = [f"shortlists were measured with {shortlists_of} alone"]
     exactness = []
     if exact_target is not None and recipe.evaluation.exactness_prompts:
         progress.say("  output against plain decoding, token for token, in float32")
@@ -138,8 +151,31 @@ def measured_report(
         results=tuple(results),
         speed=tuple(speed),
         exactness=tuple(exactness),
+        shortlist=tuple(shortlists),
         step_times=tuple(step_times),
+        notes=tuple(notes),
     )
+
+
+def _shortlists(
+    target: Target,
+    proposers: Sequence[Proposer],
+    suites: Sequence[Suite],
+    *,
+    of: str,
+    settings: MeasureSettings,
+    folder: Path,
+    progress: Progress,
+) -> list[ShortlistResult]:
+    (proposer,) = (one for one in proposers if one.name == of)
+    assert isinstance(proposer, BlockProposer), "only blocks have a sequential head"
+    suite = mixed_suite(suites, _SHORTLIST_PROMPTS)
+    sizes = [size for size in SIZES if size is None or size < target.geometry.vocab_size]
+    total = len(sizes) * ROUNDS * len(suite.prompts)
+    with progress.meter("shortlists", total=total, unit="answers") as meter:
+        return measure_shortlists(
+            target, proposer.drafter, suite, settings=settings, sizes=sizes, folder=folder, advance=meter
+        )
 
 
 def save_report(report: Report, folder: Path, *, metrics: Mapping[str, Path], consecutive: bool) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from angelspec.core.bundle import WorkloadAcceptance
+from angelspec.core.bundle import WorkloadAcceptance, route_names
 from angelspec.core.calibration import Calibration
 from angelspec.core.request_label import RequestMetadata
 from angelspec.core.step_costs import StepCosts
@@ -117,6 +118,11 @@ class ServedDrafter(BaseModel):
     depth: int
     source: str = ""
 
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Every name that a route may use."""
+        return route_names(self.name, algorithm=self.algorithm, family=self.family)
+
 
 class EngineCounters(BaseModel):
     """Running totals since the server's start; subtract two to get a window.
@@ -170,6 +176,21 @@ class EngineState(BaseModel):
     ratios: tuple[float, ...] | None = None
     """The grid of keep ratios; None: every number of slots."""
     counters: EngineCounters
+
+    @property
+    def target_digest(self) -> str | None:
+        """Content hash of the target; None: not told."""
+        return self.costs.measured_for.target if self.costs and self.costs.measured_for else None
+
+    def without_places(self) -> EngineState:
+        """The same with folders by their names alone, for other eyes."""
+        drafters = tuple(one.model_copy(update={"source": _place_name(one.source)}) for one in self.drafters)
+        return self.model_copy(update={"target": _place_name(self.target), "drafters": drafters})
+
+
+def _place_name(source: str) -> str:
+    """The last part of a path, as bundles write one; a hub's name as it is."""
+    return PurePath(source).name if source.startswith(("/", "~", ".")) else source
 
 
 @dataclass(frozen=True)

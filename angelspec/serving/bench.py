@@ -31,7 +31,7 @@ from angelspec.serving.bench_result import (
     Window,
     cells_of,
 )
-from angelspec.serving.client import AsyncClient
+from angelspec.serving.client import AsyncClient, without_login
 from angelspec.serving.failures import ServingError
 from angelspec.serving.load import LoadPrompt, run_load
 from angelspec.serving.wire import Sampling
@@ -202,11 +202,11 @@ async def _run(
                         say(f"[{len(windows)}/{total}] {_shown(window)}")
     return BenchResult(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        url=url,
-        control_url=control_url,
+        url=without_login(url),
+        control_url=None if control_url is None else without_login(control_url),
         engine_version=info.version,
         control_version=other.version if other is not None else None,
-        engine=info.engine,
+        engine=None if info.engine is None else info.engine.without_places(),
         engine_arguments=_speed_arguments(info),
         control_arguments=_speed_arguments(other) if other is not None else None,
         hardware=hardware,
@@ -231,7 +231,7 @@ async def _window(
     place: int,
     arguments: Mapping[str, Any],
 ) -> Window:
-    count = max(settings.requests, 2 * concurrency) + concurrency
+    count = settings.window_requests(concurrency) + concurrency
     prompts = drawn(traffic.prompts, count=count, seed=settings.seed + repeat)
     try:
         emptied = await client.flush_cache()

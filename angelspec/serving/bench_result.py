@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
@@ -74,7 +74,7 @@ class BenchSettings(BaseModel):
 
     concurrency: tuple[int, ...]
     requests: int = Field(ge=1)
-    """Measured requests per window, the warm-up's besides."""
+    """Measured requests per window, the warm-up's besides; see ``window_requests``."""
     max_tokens: int = Field(ge=1)
     """Longest answer; shorter ones end by themselves."""
     temperature: float = Field(ge=0)
@@ -85,6 +85,15 @@ class BenchSettings(BaseModel):
     """Thinking mode that the template is asked for; None: the template's default."""
     minimum_seconds: float = Field(gt=0)
     """A shorter window is marked."""
+
+    def window_requests(self, concurrency: int) -> int:
+        """Measured requests of a window: at least two of every user."""
+        return max(self.requests, 2 * concurrency)
+
+    @property
+    def window_text(self) -> str:
+        """The same in words."""
+        return f"{self.requests} requests or twice the concurrency"
 
 
 class Window(BaseModel):
@@ -145,6 +154,11 @@ class Cell(BaseModel):
     failures: int
     """Requests that failed."""
 
+    @property
+    def marks(self) -> str:
+        """† and ‡ where they apply; see ``DEFINITIONS``."""
+        return ("†" if self.too_short else "") + ("‡" if self.failures else "")
+
 
 class BenchResult(BaseModel):
     """A load test."""
@@ -181,8 +195,12 @@ class BenchResult(BaseModel):
     @property
     def faults(self) -> list[str]:
         """What is wrong with the windows, one sentence each."""
+        return self.faults_of([choice.name for choice in self.choices])
+
+    def faults_of(self, choices: Collection[str]) -> list[str]:
+        """What is wrong with the windows of some choices, one sentence each."""
         said = []
-        for window in self.windows:
+        for window in (window for window in self.windows if window.choice in choices):
             where = f"{window.traffic}, concurrency {window.concurrency}, {window.choice}, repeat {window.repeat + 1}"
             if window.too_short:
                 least = self.settings.minimum_seconds

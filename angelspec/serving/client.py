@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -38,9 +39,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from angelspec.core.engine import SPECULATION_SWITCH
+from angelspec.core.engine import SERVER_KEY_VARIABLE, SPECULATION_SWITCH
 from angelspec.serving.answers import ChatAnswer, ChatChunk, GenerateAnswer, GenerateChunk, ServerInfo
-from angelspec.serving.failures import RequestRefused, ServerUnreachable, StreamBroken
+from angelspec.serving.failures import RequestRefused, ServerUnreachable, ServingError, StreamBroken
 from angelspec.serving.wire import (
     Events,
     Label,
@@ -64,9 +65,28 @@ _CONNECT_SECONDS = 10.0
 _FLUSH = {"timeout": 10}
 """Seconds that running requests have to end first."""
 _EVENTS = {"Accept": "text/event-stream"}
+_LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")
+
+
+def is_address(url: str) -> bool:
+    """Whether a server can have this address: http:// or https://, and a host and port that there can be."""
+    try:
+        httpx.URL(url)
+        parts = urlsplit(url)
+        (parts.hostname or "").encode("idna")
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except (ValueError, httpx.InvalidURL):
+        return False
+
+
+def without_login(text: str) -> str:
+    """A text without the user names and passwords of the addresses in it."""
+    return _LOGIN.sub("", text)
 
 
 def _settings(url: str, *, api_key: str | None, timeout: float, connections: int | None) -> dict[str, Any]:
+    if not is_address(url):
+        raise ServingError(f"{without_login(url)} is no address of a server", mend="write it as http://HOST:PORT")
     host = urlsplit(url).hostname or ""
     try:
         local = ipaddress.ip_address(host).is_loopback
@@ -81,14 +101,19 @@ def _settings(url: str, *, api_key: str | None, timeout: float, connections: int
     }
 
 
+def _shown(response: httpx.Response) -> str:
+    return without_login(str(response.request.url))
+
+
 def _check(response: httpx.Response, body: bytes) -> None:
     if response.status_code < 400:
         return
     words = error_words(body)
     if response.status_code < 500:
-        mend = "give the server's API key" if response.status_code in (401, 403) else None
+        keyless = response.status_code in (401, 403)
+        mend = f"give the server's API key: --api-key KEY, or {SERVER_KEY_VARIABLE}" if keyless else None
         raise RequestRefused(words, status=response.status_code, mend=mend)
-    raise ServerUnreachable(f"{response.request.url}: the server fails ({response.status_code}): {words}")
+    raise ServerUnreachable(f"{_shown(response)}: the server fails ({response.status_code}): {words}")
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:
@@ -98,9 +123,7 @@ def _object(response: httpx.Response) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise ServerUnreachable(
-            f"{response.request.url}: the answer is no JSON object", mend="is this an SGLang server?"
-        )
+        raise ServerUnreachable(f"{_shown(response)}: the answer is no JSON object", mend="is this an SGLang server?")
     return value
 
 
@@ -108,7 +131,7 @@ def _object(response: httpx.Response) -> dict[str, Any]:
 def _reaching(url: str) -> Iterator[None]:
     try:
         yield
-    except httpx.TransportError as error:
+    except httpx.RequestError as error:
         what = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
         raise ServerUnreachable(f"{url}: {what}", mend="is the server running? start it: angelspec serve") from error
 
@@ -260,10 +283,13 @@ class Client:
         url: such as ``http://127.0.0.1:30000``.
         api_key: of the server, if it has one.
         timeout: seconds without a byte after which a request counts as lost.
+
+    Raises:
+        ServingError: ``url`` is no address.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 600.0) -> None:
-        self.url = url.rstrip("/")
+        self.url = without_login(url.rstrip("/"))
         self.http = httpx.Client(**_settings(url, api_key=api_key, timeout=timeout, connections=None))
 
     def __enter__(self) -> Self:
@@ -384,7 +410,7 @@ class AsyncClient:
     def __init__(
         self, url: str, *, api_key: str | None = None, timeout: float = 600.0, connections: int | None = None
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = without_login(url.rstrip("/"))
         self.http = httpx.AsyncClient(**_settings(url, api_key=api_key, timeout=timeout, connections=connections))
 
     async def __aenter__(self) -> Self:

@@ -1,6 +1,6 @@
 """What can go wrong between us and a server, told apart by what the user can do about it.
 
-Each kind ends a command with an exit code of its own (3 to 8 are the hubs').
+Each kind ends a command with an exit code of its own (3 to 8 and 13 are the hubs').
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from angelspec.core.engine import CPU_BACKEND, RAGGED_BACKENDS
-from angelspec.core.errors import AngelspecError
 from angelspec.serving.failures import ServingError
 
 Device = str
@@ -62,6 +61,15 @@ _ONE: Mapping[tuple[str, ...], str] = {
 TENSOR_PARALLEL = ("--tp-size", "--tensor-parallel-size", "--tp")
 """Names of the number of tensor-parallel ranks."""
 _BACKENDS = ("--attention-backend", "--decode-attention-backend", "--prefill-attention-backend")
+_SECRET = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
+"""Flags whose values nobody else may read."""
+_WEIGHT_BYTES: Mapping[str, int] = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
+"""Of one number, by the names of ``--dtype`` and of a target's config.json."""
+_KV_BYTES: Mapping[str, float] = {
+    "bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16,
+    "fp4_mx_block16": 1 / 2 + 1 / 16,
+}  # fmt: skip
+"""Of one number with its share of a block's scale, by the names of ``--kv-cache-dtype``."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +91,14 @@ class Flag:
         return [self.name, *self.values]
 
     @property
+    def is_secret(self) -> bool:
+        """Whether its values are keys or passwords; any beginning of such a flag's name counts."""
+        return self.name != "--ssl-keyfile" and any(name.startswith(self.name) for name in _SECRET)
+
+    @property
     def shown(self) -> list[str]:
         """The same for other eyes: keys are not shown."""
-        return [self.name, *("***" for _ in self.values)] if "api-key" in self.name else self.words
+        return [self.name, *("***" for _ in self.values)] if self.is_secret else self.words
 
 
 def parse_flags(arguments: Sequence[str]) -> list[Flag]:
@@ -178,22 +191,15 @@ def _gpu_backend(capability: tuple[int, int] | None) -> str:
     return "fa3" if major == 9 else "trtllm_mha" if major == 10 else "flashinfer"
 
 
-def kv_bytes(flags: Sequence[Flag], *, model_dtype: str) -> int:
-    """Bytes of one number in the drafters' key and value pool."""
+def kv_bytes(flags: Sequence[Flag], *, model_dtype: str) -> float | None:
+    """Bytes of one number in the drafters' key and value pool; None: not known."""
     value = flag_value(flags, "--kv-cache-dtype")
     if value is not None and value != "auto":
-        return 1 if value.startswith(("fp8", "int8")) else _size(value)
+        return _KV_BYTES.get(value)
     return dtype_bytes(flags, model_dtype=model_dtype)
 
 
-def dtype_bytes(flags: Sequence[Flag], *, model_dtype: str) -> int:
-    """Bytes of one weight."""
+def dtype_bytes(flags: Sequence[Flag], *, model_dtype: str) -> int | None:
+    """Bytes of one weight; None: not known."""
     value = flag_value(flags, "--dtype")
-    return _size(model_dtype if value in (None, "auto") else value)
-
-
-def _size(dtype: str) -> int:
-    sizes = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
-    if dtype not in sizes:
-        raise AngelspecError(f"dtype '{dtype}' is not known", mend=f"use one of: {', '.join(sizes)}")
-    return sizes[dtype]
+    return _WEIGHT_BYTES.get(model_dtype if value in (None, "auto") else value)

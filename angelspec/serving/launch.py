@@ -39,9 +39,12 @@ class Stopped(BaseException):
 
 
 def free_port(host: str) -> int:
-    """A port that nothing listens on."""
-    with socket.create_server((host or "127.0.0.1", 0)) as probe_socket:
-        return probe_socket.getsockname()[1]
+    """A port that nothing listens on.
+
+    Raises:
+        ServingError: the address can't be listened on.
+    """
+    return _bound_port(host or "127.0.0.1", 0, mend="give an address of this machine with --host")
 
 
 def check_port(host: str, port: int) -> None:
@@ -50,16 +53,19 @@ def check_port(host: str, port: int) -> None:
     Raises:
         ServingError: with what the system says.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    _bound_port(host, port, mend="choose another with --port (0 takes a free one), or stop what listens there")
+
+
+def _bound_port(host: str, port: int, *, mend: str) -> int:
+    """The port that a listener there gets (0: any free one); it is closed again."""
     try:
-        with socket.socket(family) as listener:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
-    except OSError as error:
-        raise ServingError(
-            f"{host}:{port} can't be listened on: {error.strerror or error}",
-            mend="choose another with --port (0 takes a free one), or stop what listens there",
-        ) from error
+            return listener.getsockname()[1]
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that can't be one of a host
+        what = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ServingError(f"{host}:{port} can't be listened on: {what}", mend=mend) from error
 
 
 def write_bundle(plan: ServePlan) -> Path:
@@ -101,7 +107,11 @@ def serve(
     say(f"starting; log: {log_file}")
     with _Signals() as signals:
         server = ServerProcess(
-            plan.command, environment=plan.environment(str(bundle_file)), log_file=log_file, show=show_log
+            plan.command,
+            environment=plan.environment(str(bundle_file)),
+            log_file=log_file,
+            show=show_log,
+            secrets=plan.secrets,
         )
         try:
             signals.arm()

@@ -42,21 +42,22 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Memory:
-    """Estimated memory."""
+    """Estimated memory, in bytes; None: not estimated, because the size of its numbers is not known."""
 
     target_weights: int | None
-    """Bytes; None: not a dense model, so not estimated."""
-    drafter_weights: Mapping[str, int]
-    target_bytes_per_token: int
-    draft_bytes_per_token: Mapping[str, int]
+    """None as well for a model that is not dense."""
+    drafter_weights: Mapping[str, int | None]
+    target_bytes_per_token: int | None
+    draft_bytes_per_token: Mapping[str, int | None]
     """Keys and values of each drafter's layers, per token of the pool."""
     pool_tokens: int | None
     """None: SGLang decides by the memory that is free."""
 
     @property
-    def draft_pool_bytes_per_token(self) -> int:
+    def draft_pool_bytes_per_token(self) -> int | None:
         """What the extra pools add to every token."""
-        return sum(self.draft_bytes_per_token.values())
+        sizes = [size for size in self.draft_bytes_per_token.values() if size is not None]
+        return sum(sizes) if len(sizes) == len(self.draft_bytes_per_token) else None
 
 
 @dataclass(frozen=True)
@@ -83,19 +84,23 @@ class ServePlan:
 
     @property
     def command(self) -> list[str]:
-        """The server's command line; the environment is ``environment``."""
+        """The server's command line, keys included; the environment is ``environment``."""
+        return [*self._own_words, *(word for flag in self.flags for word in flag.words)]
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Keys and passwords among the flags, which nobody else may read."""
+        return tuple(value for flag in self.flags if flag.is_secret for value in flag.values if value)
+
+    @property
+    def _own_words(self) -> list[str]:
         ours = {
             "--model-path": str(self.resolved.target.folder),
             "--speculative-algorithm": ALGORITHM,
             "--host": self.host,
             "--port": str(self.port),
         }
-        command = [sys.executable, "-m", "sglang.launch_server"]
-        for name, value in ours.items():
-            command += [name, value]
-        for flag in self.flags:
-            command += flag.words
-        return command
+        return [sys.executable, "-m", "sglang.launch_server", *(word for item in ours.items() for word in item)]
 
     def environment(self, bundle_file: str) -> dict[str, str]:
         """Variables that the server needs besides those that are set."""
@@ -105,9 +110,10 @@ class ServePlan:
         return variables
 
     def shell_line(self, bundle_file: str) -> str:
-        """The same for a shell."""
+        """The same for a shell, with ``***`` in place of keys."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment(bundle_file).items()]
-        return " ".join([*variables, shlex.join(self.command)])
+        shown = [*self._own_words, *(word for flag in self.flags for word in flag.shown)]
+        return " ".join([*variables, shlex.join(shown)])
 
 
 def make_plan(
@@ -154,10 +160,10 @@ def make_plan(
     tokens = flag_value(flags, "--max-total-tokens")
     kv, weight = (measure(flags, model_dtype=resolved.target.dtype) for measure in (kv_bytes, dtype_bytes))
     memory = Memory(
-        target_weights=geometry.num_parameters * weight if _is_dense(geometry.architecture) else None,
-        drafter_weights={drafter.entry.name: drafter.num_weights * weight for drafter in resolved.drafters},
-        target_bytes_per_token=target_kv * kv,
-        draft_bytes_per_token={name: count * kv for name, count in numbers.items()},
+        target_weights=_bytes(geometry.num_parameters, weight) if _is_dense(geometry.architecture) else None,
+        drafter_weights={drafter.entry.name: _bytes(drafter.num_weights, weight) for drafter in resolved.drafters},
+        target_bytes_per_token=_bytes(target_kv, kv),
+        draft_bytes_per_token={name: _bytes(count, kv) for name, count in numbers.items()},
         pool_tokens=int(tokens) if tokens and tokens.isdigit() else None,
     )
     return ServePlan(
@@ -171,6 +177,10 @@ def make_plan(
         memory=memory,
         notes=tuple(_notes(resolved, flags, defaults)),
     )
+
+
+def _bytes(count: int, each: float | None) -> int | None:
+    return None if each is None else round(count * each)
 
 
 def _is_dense(architecture: str) -> bool:
@@ -207,10 +217,11 @@ def _notes(resolved: ResolvedBundle, flags: Sequence[Flag], defaults: Mapping[st
         )
     if (ranks := flag_value(flags, *TENSOR_PARALLEL) or "1") != "1":
         geometry = resolved.target.geometry
-        copies = 2 * geometry.vocab_size * geometry.hidden_size * dtype_bytes(flags, model_dtype=resolved.target.dtype)
+        weight = dtype_bytes(flags, model_dtype=resolved.target.dtype)
+        copies = _bytes(2 * geometry.vocab_size * geometry.hidden_size, weight)
         notes.append(
             f"each of the {ranks} tensor-parallel ranks holds the drafters and their pools whole, and a copy of the "
-            f"target's embedding and head (up to {byte_size(copies)})"
+            f"target's embedding and head (up to {byte_size(copies, unknown='a size that is not known')})"
         )
     if defaults.get("--attention-backend") == "flashinfer":
         notes.append("flashinfer verifies rows of different widths without CUDA graphs only; fa3 (H100, H200) has them")

@@ -75,7 +75,9 @@ def _plan_facts(plan: ServePlan) -> list[tuple[str, str]]:
     memory, geometry = plan.memory, plan.resolved.target.geometry
     ours, whole = memory.draft_pool_bytes_per_token, memory.target_bytes_per_token
     pool = f"{byte_size(ours)} per token beside the target's {byte_size(whole)}"
-    if memory.pool_tokens is not None:
+    if ours is None or whole is None:
+        pool = "not estimated: the size of the pool's numbers is not known"
+    elif memory.pool_tokens is not None:
         tokens = memory.pool_tokens
         pool += f"; {byte_size(ours * tokens)} beside {byte_size(whole * tokens)} for {tokens} tokens"
     else:

@@ -28,6 +28,7 @@ class ServerProcess:
         environment: variables besides those of this process.
         log_file: gets every line that the server prints.
         show: called with every line, from another thread; None: not shown.
+        secrets: texts that are replaced by ``***`` in every line.
     """
 
     def __init__(
@@ -37,10 +38,13 @@ class ServerProcess:
         environment: Mapping[str, str],
         log_file: Path,
         show: Callable[[str], None] | None = None,
+        secrets: Sequence[str] = (),
     ) -> None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         self.log_file = log_file
         self.show = show
+        # servers print their arguments as Python writes them, too; a longer secret may hold a shorter one
+        self._secrets = sorted({text for secret in secrets for text in (secret, repr(secret)[1:-1])}, key=len)[::-1]
         self._tail: deque[str] = deque(maxlen=_KEPT_LINES)
         # A session of its own: Ctrl-C in the terminal reaches this process alone, which then ends the server in order.
         self._process = subprocess.Popen(
@@ -153,6 +157,8 @@ class ServerProcess:
         with self.log_file.open("w", encoding="utf-8") as log:
             for raw in self._process.stdout:
                 line = raw.decode("utf-8", "replace").rstrip("\n")
+                for secret in self._secrets:
+                    line = line.replace(secret, "***")
                 self._tail.append(line)
                 # a full disk or a closed terminal must not stop this loop: a server whose pipe fills up hangs
                 with contextlib.suppress(OSError, ValueError):

@@ -367,7 +367,7 @@ def with_learnt(bundle: Bundle, engine: EngineState) -> Bundle:
         raise BundleError(
             f"the server has other drafters than the bundle: {theirs}", mend="name the bundle that it was started with"
         )
-    there = engine.costs.measured_for.target if engine.costs and engine.costs.measured_for else None
+    there = engine.target_digest
     if bundle.target.digest is not None and there is not None and there != bundle.target.digest:
         raise BundleError(
             f"the server's target has the content {there[:16]}, the bundle's {bundle.target.digest[:16]}",

@@ -6,6 +6,7 @@ from decoding_builders import ScriptedProposer, random_prompts, small_target
 from drafter_builders import tiny_drafter
 from mtp_builders import fitting_mtp
 
+from angelspec.core.errors import DataError
 from angelspec.decoding.block_proposer import BlockProposer
 from angelspec.decoding.lookup import LookupProposer
 from angelspec.decoding.mtp_proposer import MtpProposer
@@ -44,7 +45,7 @@ def _oracle(target, prompts, temperature):
             prompts,
             decode(
                 target, NoProposer(), prompts, max_new_tokens=LIMIT + 8, temperature=temperature, seed=5,
-                batch_size=16, stop_token_ids=(),
+                batch_size=16, stop_token_ids=(), past_positions=True,
             ).answers,
             strict=True,
         )
@@ -87,6 +88,24 @@ def test_every_step_is_that_of_decoding(target, prompts, temperature, cut):
     assert {answer.finish_reason for answer in recording.answers} == {"stop", "length"}
     assert accepted > 500, "nothing was accepted: the test tests nothing"
     assert past_limit > 5, "no block reached past the limit: the test tests nothing"
+
+
+def test_answers_may_end_at_the_targets_last_position(target):
+    last = target.geometry.max_position_embeddings
+    prompts = random_prompts(8, vocab_size=VOCABULARY, seed=4)
+    prompts = [(prompt * last)[: last - LIMIT] for prompt in prompts]
+    settings = {"max_new_tokens": LIMIT, "temperature": 0.0, "seed": 5}
+    recording = record(target, prompts, depth=7, batch_size=8, **settings)
+    past_positions = 0
+    for proposer in _proposers(target, prompts, 0.0):
+        expected = decode(target, proposer, prompts, batch_size=8, **settings).answers
+        states = record_states(target, recording, layer_ids=proposer.layer_ids)
+        found = decode_recorded(proposer, recording, states, batch_size=8).answers
+        assert found == expected, proposer.name
+        past_positions += sum(answer.accepted[-1] + 1 > answer.committed[-1] for answer in found)
+    assert past_positions > 2, "no block reached past the positions: the test tests nothing"
+    with pytest.raises(DataError, match="exceed the 512 positions"):
+        record(target, prompts, depth=7, batch_size=8, **{**settings, "max_new_tokens": LIMIT + 1})
 
 
 def test_an_error_in_the_recording_is_found(target, prompts):

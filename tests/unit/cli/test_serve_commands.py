@@ -277,6 +277,9 @@ def test_the_key_is_not_kept():
     assert _without_key(["--api-key", "a", "--api-key=b", "--url", "c"]) == [
         "--api-key", "...", "--api-key=...", "--url", "c",
     ]  # fmt: skip
+    assert _without_key(["--url", "http://u:pw@h:1", "--control=http://u@h"]) == [
+        "--url", "http://h:1", "--control=http://h",
+    ]  # fmt: skip
 
 
 def test_a_bundle_learns_from_a_server(tmp_path):
@@ -291,6 +294,25 @@ def test_a_bundle_learns_from_a_server(tmp_path):
     learnt = load_bundle(file)
     assert learnt.calibrations == {"dfly": Calibration(slope=0.5, outcomes=40)}
     assert learnt.model_copy(update={"calibrations": {}}) == bundle
+
+
+def test_a_server_with_a_key_is_asked_with_it(tmp_path, prompt_files, monkeypatch):
+    file = small_bundle().save(tmp_path / "bundle.yaml")
+    with FakeSGLang(behaviour=Behaviour(api_key="s3cret")) as server:
+        asked = ("bundle", "learn", file, "--url", server.url)
+        without = run(*asked)
+        assert without.exit_code == 2
+        assert "--api-key KEY, or ANGELSPEC_SERVER_KEY" in without.output
+        assert run(*asked, "--api-key", "s3cret").exit_code == 0
+        monkeypatch.setenv("ANGELSPEC_SERVER_KEY", "s3cret")
+        assert run(*asked).exit_code == 0
+
+
+@pytest.mark.parametrize("url", ["http://x:abc", "http://[::1", "127.0.0.1:30000"])
+def test_what_is_no_address_is_named(tmp_path, url):
+    result = run("bundle", "learn", small_bundle().save(tmp_path / "bundle.yaml"), "--url", url)
+    assert result.exit_code == 2
+    assert f"{url} is no address of a server" in result.output
 
 
 def test_a_bundle_learns_from_no_other_server(tmp_path):

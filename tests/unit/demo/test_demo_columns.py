@@ -10,13 +10,16 @@ from demo_server import DRAFTERS, DemoServer
 from angelspec.core.errors import RequestError
 from angelspec.core.request_label import parse_label
 from angelspec.demo.columns import Seen, Server, lanes, look, offered_columns, offered_modes, parse_servers
+from angelspec.demo.render import server_lines
 from angelspec.serving.wire import server_info
 
 HERE = Server("embedded", "http://127.0.0.1:30000")
 
 
-def seen(server: Server = HERE, *, drafters=DRAFTERS, extension: bool = True, model: str | None = None) -> Seen:
-    body = DemoServer(extension=extension).info()
+def seen(
+    server: Server = HERE, *, drafters=DRAFTERS, extension: bool = True, model: str | None = None, algorithm=None
+) -> Seen:
+    body = DemoServer(extension=extension, algorithm=algorithm).info()
     if extension:
         body["internal_states"][0]["angelspec"]["drafters"] = drafters
     return Seen(server, server_info({**body, "model_path": model or body["model_path"]}))
@@ -58,6 +61,13 @@ def test_several_servers_are_told_apart_and_a_dead_one_keeps_a_column():
     assert len({column.key for column in found}) == len(found)
 
 
+def test_a_stock_server_that_speculates_by_itself_is_not_plain():
+    (column,) = offered_columns([seen(extension=False, algorithm="EAGLE3")], "no-think")
+    assert not column.plain and column.subtitle == "without the extension, speculates by EAGLE3"
+    assert "speculates by EAGLE3" in server_lines([seen(extension=False, algorithm="EAGLE3")])
+    assert offered_columns([seen(algorithm="ANGELSPEC")], "no-think")[0].plain
+
+
 def test_modes_are_those_of_the_target():
     assert offered_modes([seen()]) == ("no-think", "high-think")
     assert offered_modes([seen(extension=False)]) == ("no-think",)
@@ -75,11 +85,17 @@ def test_columns_of_one_machine_wait_for_each_other():
 
 def test_servers_are_named():
     assert parse_servers(["a=http://x:1/", "b=https://y"]) == [Server("a", "http://x:1"), Server("b", "https://y")]
+    (keyed,) = parse_servers(["a=http://[::1]:1"], api_key="s3cret")
+    assert keyed.api_key == "s3cret" and "s3cret" not in repr(keyed)
 
 
 @pytest.mark.parametrize(
-    "texts", [["http://x:1"], ["=http://x:1"], ["a=x:1"], ["a=http://"], ["a=http://x", "a=http://y"]]
-)
+    "texts",
+    [
+        ["http://x:1"], ["=http://x:1"], ["a=x:1"], ["a=http://"], ["a=http://x", "a=http://y"], ["a=http://x:abc"],
+        ["a=http://[::1"], ["a=http://x:99999"], ["a=http://x:0"], ["a=http://a..b"], ["a=http://[zz]"],
+    ],
+)  # fmt: skip
 def test_a_wrong_server_is_refused_with_the_form(texts):
     with pytest.raises(RequestError) as caught:
         parse_servers(texts)
@@ -93,4 +109,20 @@ def test_looking_finds_what_is_there_and_what_is_not():
     with DemoServer() as server:
         up, gone = asyncio.run(both(server.url))
     assert up.info is not None and up.info.engine is not None and len(up.info.engine.drafters) == 3
-    assert gone.info is None and "127.0.0.1:9" in gone.error and "angelspec serve" in gone.mend
+    assert gone.info is None and "127.0.0.1:9" in gone.error and "angelspec serve" in gone.mend and not gone.refused
+
+
+def test_a_server_with_a_key_is_not_down():
+    async def both(url: str) -> list[Seen]:
+        return [await look(Server("a", url, key)) for key in ("s3cret", None)]
+
+    with DemoServer(api_key="s3cret") as server:
+        let_in, shut_out = asyncio.run(both(server.url))
+    assert let_in.info is not None
+    assert shut_out.refused and "--api-key" in shut_out.mend and "ANGELSPEC_SERVER_KEY" in shut_out.mend
+    assert "refuses" in server_lines([shut_out]) and "down:" not in server_lines([shut_out])
+    assert offered_columns([shut_out], "no-think")[0].subtitle == "refuses"
+
+
+def test_looking_at_what_is_no_address_stops_nothing():
+    assert "no address" in asyncio.run(look(Server("a", "http://x:abc"))).error

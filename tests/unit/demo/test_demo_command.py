@@ -37,9 +37,26 @@ def test_without_gradio_it_says_what_to_install(monkeypatch):
 @needs_gradio
 def test_wrong_arguments_are_refused(tmp_path):
     assert "NAME=URL" in failed("--port", "0", "--server", "nonsense")
+    assert "can't be listened on" in failed("--port", "0", "--host", "no.such.host.invalid")
     assert "exclude each other" in failed("--server", "a=http://127.0.0.1:9", "--bundle", "x.yaml")
     (tmp_path / "r.json").write_text("{}", encoding="utf-8")
     assert "bench serve" in failed("--server", "a=http://127.0.0.1:9", "--results", str(tmp_path / "r.json"))
+
+
+@needs_gradio
+def test_the_servers_key_reaches_the_page(monkeypatch):
+    built = []
+
+    class Page:
+        def block_thread(self) -> None:
+            pass
+
+    monkeypatch.setattr("angelspec.demo.app.build_page", lambda servers, results: built.extend(servers) or Page())
+    monkeypatch.setattr("angelspec.demo.app.launch_page", lambda page, **_: "http://page")
+    monkeypatch.setenv("ANGELSPEC_SERVER_KEY", "s3cret")
+    arguments = ["demo", "--no-browser", "--port", "0", "--server", "a=http://127.0.0.1:9"]
+    assert CliRunner().invoke(cli, arguments).exit_code == 0
+    assert built[0].api_key == "s3cret"
 
 
 @needs_gradio

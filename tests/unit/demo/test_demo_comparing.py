@@ -76,6 +76,57 @@ def test_a_server_that_refuses_the_background_does_not_hold_up_the_columns():
     assert [state.status for state in visit.states] == ["done"] * 5 and time.monotonic() - began < 8
 
 
+async def compared_with(servers: list[Server], until: Callable, **wishes) -> Visit:
+    visit = Visit(seen=[await look(server) for server in servers])
+    asked = Wishes("Hi", offered_columns(visit.seen, "no-think"), "no-think", SAMPLING, **wishes)
+    async with contextlib.aclosing(compare(visit, asked)) as frames, asyncio.timeout(8):
+        async for _ in frames:
+            if until(visit):
+                break
+    return visit
+
+
+def finished(visit: Visit, name: str) -> bool:
+    return all(state.status == "done" for state in visit.states if state.column.server.name == name)
+
+
+def test_a_server_that_does_not_answer_holds_up_no_other_machine(monkeypatch):
+    monkeypatch.setattr(Server, "machine", property(lambda server: server.name))
+    with DemoServer(answer=SHORT, step_seconds=0.001) as hung, DemoServer(answer=SHORT, step_seconds=0.001) as good:
+        hung.hold_reading = True
+        servers = [Server("hung", hung.url), Server("good", good.url)]
+        visit = asyncio.run(compared_with(servers, until=lambda visit: finished(visit, "good")))
+        hung.hold_reading = False
+    assert finished(visit, "good") and not finished(visit, "hung")
+
+
+def test_reading_the_prompt_has_an_end(monkeypatch):
+    monkeypatch.setattr("angelspec.demo.comparing._READ_SECONDS", 0.2)
+    with DemoServer(answer=SHORT, step_seconds=0.001) as hung:
+        hung.hold_reading = True
+        servers = [Server("hung", hung.url)]
+        visit = asyncio.run(compared_with(servers, until=lambda visit: finished(visit, "hung")))
+        hung.hold_reading = False
+    assert finished(visit, "hung")
+
+
+def test_the_backgrounds_of_all_servers_begin_at_once(monkeypatch):
+    monkeypatch.setattr("angelspec.demo.load._HEAD_START_SECONDS", 0.5)
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(DemoServer(answer=SHORT, step_seconds=2.0)) for _ in range(4)]
+        named = [Server(str(number), server.url) for number, server in enumerate(servers)]
+        began = time.monotonic()
+        asyncio.run(compared_with(named, load=1, until=lambda visit: visit.states[0].status == "running"))
+    assert time.monotonic() - began < 1.5
+
+
+def test_a_servers_key_goes_with_every_request():
+    with DemoServer(answer=SHORT, step_seconds=0.001, api_key="s3cret") as server:
+        servers = [Server("a", server.url, "s3cret")]
+        visit = asyncio.run(compared_with(servers, until=lambda visit: finished(visit, "a"), load=1))
+    assert len(visit.states) == 5 and finished(visit, "a")
+
+
 def test_visitors_share_nothing():
     async def ten(server: DemoServer) -> list[Visit]:
         return await asyncio.gather(*(compared(server, f"visitor {number}") for number in range(10)))

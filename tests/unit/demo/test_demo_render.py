@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from angelspec.core.request_label import RequestMetadata
+from angelspec.demo import texts
 from angelspec.demo.columns import Column, Seen, Server
 from angelspec.demo.render import Part, board, card, scoreboard, server_lines, shade, split_parts, token_html
 from angelspec.demo.stream import ColumnState
@@ -117,21 +118,37 @@ class Tags(HTMLParser):
 # ---------------------------------------------------------------------------------------------- cards
 
 
+def test_every_column_folds_its_own_thinking():
+    servers = [Server("甲", "http://127.0.0.1:1"), Server("乙", "http://127.0.0.1:2")]
+    states = [ColumnState(Column(f"{one.name}/ar/off", "Plain", "", one, {})) for one in servers]
+    for found in states:
+        found.add(ChatChunk(text="<think>x</think>y", pieces=(Piece("<think>x</think>y", 0),), seconds=1.0))
+    page = ["".join(one) for one in board(states, tags=THINK)]
+    ids = [re.search(r'id="([^"]+)"', one)[1] for one in page]
+    assert len(set(ids)) == 2 and all(f'for="{key}"' in one for key, one in zip(ids, page, strict=True))
+
+
+def test_the_explanation_of_figures_holds_for_either_order():
+    words = " ".join(texts.FIGURES.split())
+    assert "each server then first gets the prompt once" in words
+    assert "With *Together* in the settings all columns start at once, and nothing is read before" in words
+
+
 @pytest.mark.parametrize("text", ["Hi", "<think>a", "<think>a</think>b\n```\ncode\n```\nc", ""])
 @pytest.mark.parametrize("status", ["waiting", "running", "done", "stopped", "failed"])
 def test_a_card_is_well_formed(text, status):
     found = state(*[Piece(letter, k % 3) for k, letter in enumerate(text)], status=status, **META)
     found.error = "words" if status == "failed" else ""
     tags = Tags()
-    tags.feed("".join(card(found, plain_speed=3.0, tags=THINK)))
+    tags.feed("".join(card(found, place=0, plain_speed=3.0, tags=THINK)))
     assert tags.open == [] and "article" in tags.names
 
 
 def test_only_the_end_of_one_string_grows_with_the_text():
     found = state(*[Piece(f"word{k} ", k % 3) for k in range(20)])
-    before = card(found, plain_speed=None)
+    before = card(found, place=0, plain_speed=None)
     found.add(ChatChunk(text="more", pieces=(Piece("more", 1),), seconds=4.0))
-    after = card(found, plain_speed=None)
+    after = card(found, place=0, plain_speed=None)
     assert len(before) == len(after)
     changed = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
     assert len(changed) == 2, "the figures and the text"
@@ -145,7 +162,7 @@ def test_figures_and_route_are_told():
     text = re.sub(r"<[^>]+>", " ", "".join("".join(one) for one in board([plain, fast])))
     for words in ("10.0", "20.0", "2.00×", "1.0 s", "2.50", "62%", "dfly", "dfly 75%, plain 25%", "code, no-think"):
         assert words in text, words
-    assert "a &lt;b&gt;reason" in "".join(card(fast, plain_speed=None))
+    assert "a &lt;b&gt;reason" in "".join(card(fast, place=0, plain_speed=None))
 
 
 def test_speed_is_compared_with_the_plain_column_of_the_same_server():
@@ -157,7 +174,7 @@ def test_speed_is_compared_with_the_plain_column_of_the_same_server():
         found.add(ChatChunk(text="b", seconds=1.0 + seconds))
         states.append(found)
     assert ">2.00×<" in "".join(board(states)[2])
-    assert "–" in "".join(card(states[2], plain_speed=None))
+    assert "–" in "".join(card(states[2], place=0, plain_speed=None))
 
 
 def test_the_scoreboard_appears_with_the_first_speed_of_several():

@@ -10,7 +10,6 @@ from matplotlib.image import imread
 from angelspec.evaluation.breakeven import PAPER_NEEDED_LENGTHS, PLAIN, BreakEven, needed_length
 from angelspec.evaluation.breakeven_plot import plot_breakeven
 from angelspec.evaluation.breakeven_tables import breakeven_table, step_time_table
-from angelspec.evaluation.joining import join_reports
 from angelspec.evaluation.plots import plot_report
 from angelspec.evaluation.rendering import tables, to_markdown, write_report
 from angelspec.evaluation.report import Report
@@ -115,11 +114,6 @@ def test_the_report_keeps_and_shows_it(tmp_path):
     assert "| dfly, code | 3.83 | 2.00 | **3.20** | 6.00 |" in text
     assert report.definitions["break-even"] in text
     assert text == to_markdown(report)
-
-
-def test_times_measured_apart_are_not_joined():
-    joined = join_reports([_report(), _report(drafters=("mtp", "prompt lookup"))], title="both", commands=[])
-    assert joined.step_times == ()
 
 
 def test_the_picture_opens_and_shows_what_is_needed_and_reached(tmp_path):

@@ -1,4 +1,4 @@
-"""The report: round trip, pooled tables, definitions, joining."""
+"""The report: round trip, pooled tables, definitions."""
 
 import io
 
@@ -8,7 +8,6 @@ from rich.console import Console
 
 from angelspec.core.errors import DataError
 from angelspec.evaluation.acceptance_tables import exactness_table, length_table, lookup_table, position_table
-from angelspec.evaluation.joining import join_reports
 from angelspec.evaluation.rendering import print_report, tables, to_markdown, write_report
 from angelspec.evaluation.report import Report
 from angelspec.evaluation.results import Divergence, ExactnessResult
@@ -139,17 +138,3 @@ def test_empty_tables_are_left_out():
     report = small_report().model_copy(update={"speed": (), "exactness": (), "shortlist": ()})
     titles = [table.title for table in tables(report)]
     assert not any("Speed" in title or "plain decoding" in title or "Shortlist" in title for title in titles)
-
-
-def test_reports_join_when_measured_alike():
-    one, two = small_report(drafters=("dfly", "prompt lookup")), small_report(drafters=("dflash", "prompt lookup"))
-    joined = join_reports([one, two], title="both", commands=["angelspec evaluate one two"])
-    assert [drafter.name for drafter in joined.drafters] == ["dfly", "prompt lookup", "dflash"]
-    assert joined.pooled("prompt lookup", temperature=0.0) == one.pooled("prompt lookup", temperature=0.0)
-    assert len(joined.results) == 6
-    other = two.model_copy(update={"mode": "high-think"})
-    with pytest.raises(DataError, match="differ in their mode"):
-        join_reports([one, other], title="both", commands=[])
-    changed = two.drafters[1].model_copy(update={"identity": {"kind": "lookup", "max_match": 1}})
-    with pytest.raises(DataError, match="two different drafters are called 'prompt lookup'"):
-        join_reports([one, two.model_copy(update={"drafters": (two.drafters[0], changed)})], title="", commands=[])

@@ -9,7 +9,7 @@ import yaml
 from click.testing import CliRunner
 from hub_builders import exported_drafter, manifest_of
 from huggingface_hub import ModelCard
-from serving_builders import bench_result
+from serving_builders import bench_result, engine_state
 
 from angelspec.cli.main import cli
 from angelspec.core.acceptance import pool
@@ -17,7 +17,11 @@ from angelspec.core.recipe_files import load_recipe
 from angelspec.core.repositories import Repository
 from angelspec.hub.card import CardFacts, Measurement, ServeLine, SpeedLine, write_card
 from angelspec.hub.card_metadata import card_problems, split_card
+from angelspec.serving.answers import ServedDrafter
+from angelspec.serving.bench_result import cells_of
 
+OURS = ServedDrafter(name="dfly", algorithm="dfly", family="block", mode="no-think", depth=3)
+"""The drafter of tiny-dfly-llama in a server."""
 MEASUREMENT = Measurement(
     machine="two cores of a test, 2 threads",
     versions={"angelspec": "0.1.0", "torch": "2.9"},
@@ -140,19 +144,86 @@ def test_no_path_of_this_machine_is_shown():
 
 def test_a_load_test_beside_the_weights_is_shown(tmp_path):
     folder = exported_drafter(tmp_path / "tiny")
-    bench_result().save(folder)
+    result = bench_result().model_copy(update={"engine": engine_state(OURS)})
+    result.save(folder)
     done = CliRunner().invoke(cli, ["checkpoint", "card", str(folder), "--license", "apache-2.0"])
     assert done.exit_code == 0, done.output
     text = (folder / "README.md").read_text()
     assert "Served by SGLang 0.5.23 on a machine, measured 2026-11-30" in text
-    cell = bench_result().cell(traffic="code", concurrency=4, choice="dfly")
-    assert f"| code | dfly | 4 | 19.0 | 1.90x [{cell.speedup_low:.2f}, {cell.speedup_high:.2f}] | 2.00 | " in text
-    other = bench_result()
-    named = tuple(choice.model_copy(update={"route": "mtp"}) for choice in other.choices)
-    other.model_copy(update={"choices": named}).save(folder)
-    refused = CliRunner().invoke(cli, ["checkpoint", "card", str(folder), "--license", "apache-2.0", "--overwrite"])
-    assert refused.exit_code == 2 and "none of which is this drafter (block, dfly," in refused.output
+    cell = result.cell(traffic="code", concurrency=4, choice="dfly")
+    assert f"| code | dfly | 4 | 19.0†‡ | 1.90x†‡ [{cell.speedup_low:.2f}, {cell.speedup_high:.2f}] | 2.00 | " in text
     assert "| code | ar |" not in text and "angelspec bench serve --url http://s" in text
+    assert "8 requests or twice the concurrency a window" in text
+    assert "- code, concurrency 4, dfly, repeat 2: 1 request(s) failed, first: p1: gone" in text
+    assert "- **†**: a window was shorter" in text and "- **‡**: requests of a window failed" in text
+
+
+def test_a_load_test_without_faults_has_no_marks(tmp_path):
+    folder = exported_drafter(tmp_path / "tiny")
+    result = bench_result().model_copy(update={"engine": engine_state(OURS)})
+    windows = tuple(w.model_copy(update={"too_short": False, "failures": (), "counters": None}) for w in result.windows)
+    cells = tuple(cells_of(windows, baseline="ar"))
+    result.model_copy(update={"windows": windows, "cells": cells}).save(folder)
+    assert CliRunner().invoke(cli, ["checkpoint", "card", str(folder), "--license", "apache-2.0"]).exit_code == 0
+    text = (folder / "README.md").read_text()
+    assert "| 19.0 | 1.90x [" in text and "Faults" not in text and "†" not in text and "‡" not in text
+
+
+def test_a_fault_of_plain_decoding_marks_the_speedup(tmp_path):
+    folder = exported_drafter(tmp_path / "tiny")
+    result = bench_result().model_copy(update={"engine": engine_state(OURS)})
+    faulty = {"ar": {"too_short": True, "failures": ()}}
+    windows = tuple(
+        w.model_copy(update=faulty.get(w.choice, {"too_short": False, "failures": (), "counters": None}))
+        for w in result.windows
+    )
+    cells = tuple(cells_of(windows, baseline="ar"))
+    result.model_copy(update={"windows": windows, "cells": cells}).save(folder)
+    assert CliRunner().invoke(cli, ["checkpoint", "card", str(folder), "--license", "apache-2.0"]).exit_code == 0
+    text = (folder / "README.md").read_text()
+    assert "| 19.0 | 1.90x† [" in text and "- code, concurrency 4, ar, repeat 1: the window took 10.0 s" in text
+
+
+def test_a_load_test_that_does_not_name_its_target_says_so(tmp_path):
+    folder = exported_drafter(tmp_path / "tiny")
+    bench_result().model_copy(update={"engine": engine_state(OURS, target=None)}).save(folder)
+    assert CliRunner().invoke(cli, ["checkpoint", "card", str(folder), "--license", "apache-2.0"]).exit_code == 0
+    assert "- the file does not say which target was served" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "words"),
+    [
+        ({}, None, "does not say which drafters the server held"),
+        ({}, [{"mode": "high-think"}], "dfly (dfly, high-think, depth 3), none of which is this drafter"),
+        ({}, [{"depth": 7}], "none of which is this drafter (dfly, no-think, depth 3)"),
+        ({}, [{"algorithm": "dflash"}], "none of which is this drafter"),
+        ({}, [{}, {"name": "other"}], "several drafters like this one"),
+        ({}, "c" * 64, "is of the target cccccccccccccccc, this drafter's is ab12ab12ab12ab12"),
+        ({"mode": "high-think"}, [{}], "is of answers in high-think mode, this drafter's is no-think"),
+        ({"route": "mtp"}, [{}], "none of which is this drafter alone"),
+    ],
+)
+def test_a_load_test_of_something_else_is_refused(tmp_path, changes, engine, words):
+    folder = exported_drafter(tmp_path / "tiny")
+    result = bench_result()
+    if isinstance(engine, list):
+        held = engine_state(*(OURS.model_copy(update=change) for change in engine))
+    else:
+        held = engine and engine_state(OURS, target=engine)
+    settings = result.settings.model_copy(update={"mode": changes.get("mode")})
+    route = changes.get("route", "dfly")
+    choices = tuple(
+        one.model_copy(update={"route": route if one.name == "dfly" else one.route}) for one in result.choices
+    )
+    result.model_copy(update={"engine": held, "settings": settings, "choices": choices}).save(folder)
+    refused = CliRunner().invoke(cli, ["checkpoint", "card", str(folder), "--license", "apache-2.0"])
+    assert refused.exit_code == 2 and words in refused.output, refused.output
+
+
+def test_says_whether_the_targets_embedding_is_held():
+    recipe = load_recipe("smollm2-dfly-nothink", overrides=["export.include_embedding=true"])
+    assert "20.0 MB, with the target's embedding and head" in card(manifest=manifest_of(recipe))
 
 
 def test_a_card_is_written_beside_a_drafter_that_is_on_no_hub(tmp_path):

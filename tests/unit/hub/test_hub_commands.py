@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 from hub_builders import PUBLISHED, exported_drafter, lay_traps, manifest_of
 from hub_servers import SIGNATURE
+from serving_builders import bench_result
 
 from angelspec.cli.main import cli
 from angelspec.core.manifest import DrafterManifest
@@ -90,8 +91,10 @@ def test_the_guard_of_the_dry_run_sees_a_request(tree, both, no_network):
 def test_asks_before_it_publishes(tree, both):
     arguments = ("publish", tree, "--to", "hf:alice/tiny", "--public")
     declined = run(*arguments, answers="n\n")
-    assert declined.exit_code == 1 and "publish to hf:alice/tiny (public)? [y/N]" in declined.output
-    assert run(*arguments, answers="").exit_code == 1  # nobody there
+    assert declined.exit_code == 13 and "publish to hf:alice/tiny (public)? [y/N]" in declined.output
+    assert "nothing was sent" in declined.output
+    nobody = run(*arguments, answers="")
+    assert nobody.exit_code == 13 and "--yes" in nobody.output
     assert both["hf"].requests == []
     agreed = run(*arguments, answers="y\n")
     assert agreed.exit_code == 0, agreed.output
@@ -120,6 +123,10 @@ def test_publishes_to_both_and_says_so_for_each(tree, both):
 
 def broken(name, content):
     return lambda tree: (tree / name).write_bytes(content)
+
+
+def foreign_load_test(tree):
+    bench_result().save(tree)
 
 
 def without_tensor(tree):
@@ -155,6 +162,7 @@ BAD = [
     ("weights of zero bytes", broken("model.safetensors", b""), "model.safetensors is empty"),
     ("cut weights", cut_weights, "model.safetensors"),
     ("a broken card", broken("README.md", b"---\na: [\n---\n"), "no YAML"),
+    ("a load test of another drafter", foreign_load_test, "serve-bench.json does not say which drafters"),
     ("no config", lambda tree: (tree / "config.json").unlink(), "config.json is missing"),
 ]  # fmt: skip
 

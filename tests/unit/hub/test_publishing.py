@@ -55,6 +55,24 @@ def test_the_same_content_again_is_a_no_op(hub, publication):
     assert len(hub.repositories[NAME].commits) == 2
 
 
+def test_what_an_earlier_publication_left_is_removed_in_the_same_commit(hub, publication):
+    old = {"serve-bench.json": b"{}", "speedup.png": b"old", "training/metrics.jsonl": b"old"}
+    hub.add(NAME, files={**old, "modeling_x.py": b"theirs", ".gitattributes": b"x"})
+    said = []
+    (outcome,) = go(publication, to(hub), say=said.append)
+    assert outcome.state == "published", outcome.detail
+    assert "it also holds, and keeps, modeling_x.py" in outcome.detail
+    assert any("removing what an earlier publication left: serve-bench.json, speedup.png" in text for text in said)
+    tree = hub.repositories[NAME].tree(hub.default_branch)
+    assert set(tree) == {*PUBLISHED, "modeling_x.py", ".gitattributes"}
+    assert len(hub.repositories[NAME].messages) == 3
+    (again,) = go(publication, to(hub))
+    assert again.state == "unchanged" and "exactly" not in again.detail and "modeling_x.py" in again.detail
+    tree["speedup.png"] = b"old"
+    (third,) = go(publication, to(hub))
+    assert third.state == "published" and "speedup.png" not in hub.repositories[NAME].tree(hub.default_branch)
+
+
 def test_a_change_of_one_file_sends_no_weights_again(hub, publication, drafter, tmp_path):
     go(publication, to(hub))
     hub.repositories[NAME].tree(hub.default_branch)["report.md"] = b"# other\n"

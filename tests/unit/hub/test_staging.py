@@ -12,6 +12,7 @@ import pytest
 from hub_builders import PUBLISHED, lay_traps, plain_card
 
 from angelspec.core.errors import CheckpointError
+from angelspec.core.locations import license_file
 from angelspec.hub.publish import prepare
 from angelspec.hub.staging import git_blob_sha1
 
@@ -146,6 +147,29 @@ def test_a_licence_needs_its_text(tree):
 
     with staged(tree, license="mit", write_card=card) as publication:
         assert (publication.stage.folder / "LICENSE").read_text() == "MIT License\n"
+
+
+def test_a_licence_is_not_stated_over_the_text_of_another(tree):
+    shutil.copyfile(license_file(), tree / "LICENSE")
+    assert "LICENSE is not the text of licence 'mit'" in refusal(tree, license="mit")
+    with staged(tree) as publication:
+        assert publication.license == "apache-2.0"
+    (tree / "LICENSE").write_text("MIT License\n\nPermission is hereby granted, not as by Apache License Version 2.\n")
+    assert "LICENSE is not the text of licence 'apache-2.0'" in refusal(tree)
+
+
+def test_places_in_a_load_test_are_warned_of(tree):
+    texts = [
+        "angelspec bench serve --url http://10.0.0.5:30000 --prompts file:/home/me/x.jsonl", "http://127.0.0.1:30000",
+        "/data/models/secret", "tokens/s and/or 3/4", "http://localhost/x",
+    ]  # fmt: skip
+    (tree / "serve-bench.json").write_text(json.dumps(texts))
+    with staged(tree) as publication:
+        (warning,) = publication.warnings
+    assert warning == (
+        "serve-bench.json names local paths or addresses that everyone will read: /data/models/secret, "
+        "file:/home/me/x.jsonl, http://10.0.0.5:30000"
+    )
 
 
 def test_what_the_checks_find_stops_it(tree):

@@ -9,7 +9,7 @@ from drafter_builders import tiny_drafter
 from mtp_builders import fitting_mtp
 
 from angelspec.cli.main import cli
-from angelspec.core.errors import CheckpointError
+from angelspec.core.errors import CheckpointError, RecipeError
 from angelspec.core.manifest import DrafterManifest, TargetIdentity, TrainingRecord
 from angelspec.core.recipe_files import load_recipe
 from angelspec.evaluation.breakeven import PLAIN, BreakEven
@@ -77,11 +77,56 @@ def test_both_families_in_one_report_with_the_break_even(checkpoints, tmp_path):
     assert "](breakeven-t0.png)" in text and (tmp_path / "breakeven-t0.png").stat().st_size > 1000
 
 
+def test_shortlists_of_every_size_are_measured_and_drawn(checkpoints, tmp_path):
+    evaluate_checkpoints(
+        checkpoints[::-1], temperatures=(0.0,), limit=1, max_new_tokens=6, batch_size=2, shortlists=True,
+        output=tmp_path, quiet=True,
+    )  # fmt: skip
+    report = Report.load(tmp_path / "report.json")
+    assert [result.size for result in report.shortlist] == [8, 16, 32, 64, 128, None]
+    assert report.notes == ("shortlists were measured with blocks alone",)
+    text = (tmp_path / "report.md").read_text()
+    assert "### Shortlist of the sequential head" in text and "Most tokens/s: " in text
+    assert "](shortlist.png)" in text and (tmp_path / "shortlist.png").stat().st_size > 1000
+
+
+def test_shortlists_need_a_sequential_head_and_say_so_before_anything_is_loaded(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate_run, "Session", None)
+    with pytest.raises(CheckpointError, match="none of depths has one"):
+        evaluate_checkpoints(checkpoints[1:], shortlists=True, output=tmp_path, quiet=True)
+
+
 def test_the_break_even_needs_an_mtp_drafter_and_says_so_before_anything_is_loaded(checkpoints, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate_run, "Session", None)
     with pytest.raises(CheckpointError, match="blocks is of another family") as caught:
         evaluate_checkpoints(checkpoints[:1], breakeven=(1,), output=tmp_path, quiet=True)
     assert "add an MTP drafter" in caught.value.mend
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--limit", "0"), ("--max-new-tokens", "0"), ("--batch-size", "0"), ("--temperature", "-1"), ("--cut", "0"),
+        ("--cut", "1.5"),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_is_refused_by_the_option(tmp_path, option):
+    result = CliRunner().invoke(cli, ["evaluate", str(tmp_path), *option])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option[0]}'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"limit": 0}, "evaluation.prompts_per_suite"), ({"temperatures": [-1.0]}, "evaluation.temperatures"),
+        ({"batch_size": 0}, "evaluation.batch_size"), ({"cut": float("nan")}, "--cut nan"), ({"cut": 1.5}, "--cut 1.5"),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_is_named_before_anything_is_loaded(checkpoints, tmp_path, monkeypatch, wrong, words):
+    monkeypatch.setattr(evaluate_run, "Session", None)
+    with pytest.raises(RecipeError, match=words):
+        evaluate_checkpoints(checkpoints[:1], output=tmp_path, quiet=True, **wrong)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from angelspec.core.request_label import RequestLabel
 from angelspec.core.step_costs import StepCosts
 from angelspec.serving.answers import EngineCounters, EngineState, ServedDrafter
 from angelspec.serving.client import AsyncClient, Client
-from angelspec.serving.failures import RequestRefused, ServerUnreachable, StreamBroken
+from angelspec.serving.failures import RequestRefused, ServerUnreachable, ServingError, StreamBroken
 from angelspec.serving.wire import Events, Sampling, chat_answer, generate_chunk, label_params
 from sglang_ext import engine_hooks
 from sglang_ext.metrics import Counters
@@ -271,6 +271,15 @@ def test_a_counter_of_another_name_is_no_zero():
     renamed["cuts"] = renamed.pop("cut_steps")
     with pytest.raises(ValidationError, match="cut_steps"):
         EngineCounters.model_validate(renamed)
+
+
+def test_no_error_shows_a_login():
+    with Client("http://user:p@ss@127.0.0.1:9") as client, pytest.raises(ServerUnreachable) as caught:
+        client.server_info()
+    assert "p@ss" not in str(caught.value) and "http://127.0.0.1:9" in str(caught.value)
+    with pytest.raises(ServingError) as refused:
+        Client("http://user:p@ss@127.0.0.1:abc")
+    assert "p@ss" not in str(refused.value)
 
 
 def test_nothing_answers():

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 
@@ -20,7 +21,7 @@ from angelspec.core.recipe_files import load_recipe
 from angelspec.serving import launch
 from angelspec.serving.client import Client
 from angelspec.serving.failures import NotSpeculating, ServingError, StartFailed
-from angelspec.serving.launch import free_port, serve
+from angelspec.serving.launch import check_port, free_port, serve
 from angelspec.serving.probe import probe
 from angelspec.serving.process import ServerProcess
 
@@ -31,7 +32,7 @@ def start(tmp_path, monkeypatch):
 
     def run(*, when_ready=None, number=signal.SIGTERM, behaviour=None, **options):
         install_fake_sglang(tmp_path, monkeypatch, behaviour=behaviour)
-        plan = plan_of(resolved_bundle(tmp_path), port=free_port("127.0.0.1"))
+        plan = plan_of(resolved_bundle(tmp_path), port=free_port("127.0.0.1"), arguments=options.pop("arguments", ()))
         said: list[str] = []
         processes: list[psutil.Process] = []
         started = ServerProcess.__init__
@@ -86,6 +87,37 @@ def test_a_server_starts_proves_itself_answers_and_stops_on_a_signal(start, tmp_
     assert len(processes) == 1
     assert _gone(processes)
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_the_log_holds_no_key(start, tmp_path):
+    said, _, _ = start(show_log=(shown := []).append, arguments=["--api-key", "s'3cret"])
+    (log,) = (tmp_path / "cache" / "logs").iterdir()
+    text = "\n".join([log.read_text(), *shown, *said])
+    assert "--api-key ***" in text and "ready to serve" in text  # the server prints its own arguments
+    assert "3cret" not in text
+
+
+def test_a_key_as_python_writes_it_is_hidden_too(tmp_path):
+    shown = []
+    server = ServerProcess(
+        [sys.executable, "-c", "print({'api_key': 'a\\\\b', 'admin_api_key': 'a\\\\bc'})"],
+        environment={}, log_file=tmp_path / "log", show=shown.append, secrets=("a\\b", "a\\bc"),
+    )  # fmt: skip
+    server.ended_within(20)
+    server.stop(grace=0)
+    assert shown == ["{'api_key': '***', 'admin_api_key': '***'}"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "", "::1"])
+def test_a_free_port_is_found_on_every_kind_of_address(host):
+    check_port(host, free_port(host))
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "a..b", "203.0.113.1"])
+def test_an_address_that_is_none_of_this_machine_is_named(host):
+    with pytest.raises(ServingError, match=f"{host}:0 can't be listened on") as error:
+        free_port(host)
+    assert "--host" in error.value.mend
 
 
 def test_the_server_reads_the_resolved_bundle_from_the_cache(start, tmp_path):

@@ -130,6 +130,23 @@ def test_flashinfer_runs_eagerly_and_the_device_can_be_chosen(tmp_path):
     assert flag_value(cpu.flags, "--attention-backend") == "torch_native"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--api-key", "s3cret"], ["--api-k", "s3cret"], ["--api-key=s3cret"], ["--admin-api-key", "s3cret"],
+        ["--admin-api", "s3cret"], ["--ssl-keyfile-password", "s3cret"], ["--ssl-keyfile-p=s3cret"],
+    ],
+)  # fmt: skip
+def test_keys_are_shown_nowhere_but_go_to_the_server(tmp_path, arguments):
+    plan = plan_of(resolved_bundle(tmp_path), arguments=["--ssl-keyfile", "key.pem", *arguments])
+    output = io.StringIO()
+    print_plan(plan, console=Console(file=output, width=160))
+    shown = plan.shell_line("/b.yaml")
+    assert "s3cret" in plan.command and "s3cret" not in shown + output.getvalue()
+    assert "***" in shown and "--ssl-keyfile key.pem" in shown and "--host 127.0.0.1" in shown
+    assert plan.secrets == ("s3cret",)
+
+
 # -------------------------------------------------------------------------------------------------- memory
 
 
@@ -146,6 +163,22 @@ def test_memory_of_the_extra_pools(tmp_path):
     eighth = plan_of(resolved_bundle(tmp_path), hardware=GPU, arguments=["--kv-cache-dtype", "fp8_e5m2"])
     assert eighth.memory.draft_pool_bytes_per_token == 96
     assert eighth.memory.drafter_weights["mtp"] == 2000
+
+
+@pytest.mark.parametrize(("name", "size"), [("bf16", 192), ("bfloat16", 192), ("mxfp8", 99), ("nvfp4", 54)])
+def test_every_pool_that_sglang_knows_is_estimated(tmp_path, name, size):
+    plan = plan_of(resolved_bundle(tmp_path), hardware=GPU, arguments=["--kv-cache-dtype", name])
+    assert plan.memory.draft_pool_bytes_per_token == size
+
+
+@pytest.mark.parametrize("flag", ["--kv-cache-dtype", "--dtype"])
+def test_a_size_that_is_not_known_stops_nothing(tmp_path, flag):
+    arguments = [flag, "int3", "--max-total-tokens", "1000", "--tp", "2"]
+    plan = plan_of(resolved_bundle(tmp_path), hardware=GPU, arguments=arguments)
+    assert plan.memory.draft_pool_bytes_per_token is None
+    output = io.StringIO()
+    print_plan(plan, console=Console(file=output, width=160))
+    assert "not estimated: the size of the pool's numbers is not known" in output.getvalue()
 
 
 def test_the_plan_is_drawn(tmp_path):

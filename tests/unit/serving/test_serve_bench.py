@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from fake_sglang import Behaviour, FakeSGLang
+from fake_sglang import Behaviour, FakeSGLang, small_bundle
 from serving_builders import window_of
 
 from angelspec.core.acceptance import AcceptanceCounts
@@ -38,6 +38,16 @@ def _bench(server, *, traffics=None, control=None, choices=None, said=None, **ch
         command="angelspec bench serve",
         say=(said if said is not None else []).append,
     )
+
+
+def test_a_result_holds_no_login_and_no_folder_of_the_server():
+    bundle = small_bundle()
+    drafters = (bundle.drafters[0], bundle.drafters[1].model_copy(update={"source": "hf:org/dfly"}))
+    with FakeSGLang(bundle.model_copy(update={"drafters": drafters})) as server:
+        server.url = server.url.replace("http://", "http://user:p@ss@")
+        result = _bench(server, concurrency=(1,), repeats=1)
+    assert "p@ss" not in result.model_dump_json() and "user" not in result.url
+    assert result.engine.target == "tiny" and [d.source for d in result.engine.drafters] == ["mtp", "hf:org/dfly"]
 
 
 # ------------------------------------------------------------------------------------------------ schedule
