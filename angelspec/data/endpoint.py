@@ -132,6 +132,7 @@ async def _ask_all(
             if reply is None:
                 async with gate:
                     reply = await server.complete(request)
+                _require_mode(reply, family=target.mode_family, mode=mode)  # before it is kept for the next run
                 journal.add(request.key, reply)
             answers[index] = _answer(target, mode=mode, messages=conversations[request.prompt_id], reply=reply)
             tokens += len(answers[index].tokens)
@@ -311,18 +312,20 @@ class _Journal:
         self._stream.close()
 
 
+def _require_mode(reply: Reply, *, family: ModeFamily, mode: Mode) -> None:
+    if mode == "no-think" and family.think_close is not None and (reply.reasoning or "").strip():
+        raise DataError(
+            "the server thinks although it was asked not to: its template does not read "
+            f"{', '.join(family.arguments(mode)) or 'chat_template_kwargs'}",
+            mend="serve the target with the chat template of the recipe's target, or train for high-think",
+        )
+
+
 def _answer(target: Target, *, mode: Mode, messages: Sequence[Mapping[str, Any]], reply: Reply) -> Answer:
     """Tokens of a reply: what the target's template shows of it behind the prompt, with the token that ends it."""
     family = target.mode_family
-    if mode == "no-think" and family.think_close is not None:
-        if (reply.reasoning or "").strip():
-            raise DataError(
-                "the server thinks although it was asked not to: its template does not read "
-                f"{', '.join(family.arguments(mode)) or 'chat_template_kwargs'}",
-                mend="serve the target with the chat template of the recipe's target, or train for high-think",
-            )
-        if family.think_close in reply.content:
-            return Answer((), "refused: thinks")
+    if mode == "no-think" and family.think_close is not None and family.think_close in reply.content:
+        return Answer((), "refused: thinks")
     content, reasoning = _split_reasoning(reply, family=family, mode=mode)
     if reply.finish_reason != "stop":
         text = content

@@ -310,6 +310,8 @@ def test_a_server_that_thinks_unasked_stops_the_rollout(tmp_path, mode, family):
         pytest.raises(DataError, match="the server thinks although it was asked not to"),
     ):
         ask(server, tmp_path, mode=mode, family=family)
+    with serving(lambda number, body: says("5")) as server:  # mended: nothing of before is in the way
+        assert {answer.finish_reason for answer in ask(server, tmp_path, mode=mode, family=family)} == {"stop"}
 
 
 def test_an_answer_that_thinks_in_its_text_is_refused_in_a_mode_without(tmp_path):
