@@ -279,7 +279,7 @@ def serve_command(
 
 def _without_key(arguments: list[str]) -> list[str]:
     """The command line as it may be shown: without keys, and without passwords in addresses."""
-    from angelspec.serving.client import without_login
+    from angelspec.serving.connection import without_login
 
     shown = []
     for index, argument in enumerate(map(without_login, arguments)):

@@ -17,7 +17,8 @@ from angelspec.core.errors import AngelspecError, RequestError
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.modes import MODES, Mode, ModeFamily, mode_family
 from angelspec.serving.answers import ServedDrafter, ServerInfo
-from angelspec.serving.client import AsyncClient, is_address
+from angelspec.serving.client import AsyncClient
+from angelspec.serving.connection import is_address
 from angelspec.serving.failures import RequestRefused
 
 _LOOK_SECONDS = 10.0

@@ -15,7 +15,8 @@ from angelspec.demo.load import background
 from angelspec.demo.render import Tags
 from angelspec.demo.stream import ColumnState, Opener, merge
 from angelspec.demo.texts import EXAMPLES
-from angelspec.serving.client import AsyncClient, AsyncStream
+from angelspec.serving.client import AsyncClient
+from angelspec.serving.streams import AsyncStream
 from angelspec.serving.wire import Sampling
 
 _LOAD_PROMPTS = [prompt for prompts in EXAMPLES.values() for prompt in prompts.values()]

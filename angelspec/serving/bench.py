@@ -31,7 +31,8 @@ from angelspec.serving.bench_result import (
     Window,
     cells_of,
 )
-from angelspec.serving.client import AsyncClient, without_login
+from angelspec.serving.client import AsyncClient
+from angelspec.serving.connection import without_login
 from angelspec.serving.failures import ServingError
 from angelspec.serving.load import LoadPrompt, run_load
 from angelspec.serving.wire import Sampling

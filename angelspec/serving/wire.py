@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from pydantic import ValidationError
 
@@ -26,6 +26,7 @@ from angelspec.serving.failures import ServerUnreachable
 Messages = Sequence[Mapping[str, Any]]
 Label = RequestLabel | Mapping[str, Any] | None
 """What a request wishes: typed, or the raw ``custom_params``."""
+CHAT, GENERATE = "/v1/chat/completions", "/generate"
 _MOST_WORDS = 600
 
 
@@ -67,18 +68,33 @@ def label_params(label: Label) -> dict[str, Any]:
     return {key: value for key, value in wishes.items() if value is not None}
 
 
+class ChatOptions(TypedDict, total=False):
+    """What a chat request may say beside its messages."""
+
+    sampling: Sampling
+    """How the answer is drawn."""
+    label: Label
+    """Workload, mode, route and cut that are wished."""
+    template_arguments: Mapping[str, Any]
+    """Of the chat template; ``core.modes.mode_family(name).arguments(mode)`` gives a mode's."""
+    model: str
+    """Name of the served model."""
+    details: bool
+    """Whether pieces and metadata are wanted."""
+
+
 def chat_body(
     messages: Messages,
     *,
-    sampling: Sampling,
-    label: Label,
-    template_arguments: Mapping[str, Any],
-    model: str,
-    details: bool,
     stream: bool,
     request_id: str,
+    sampling: Sampling = Sampling(),
+    label: Label = None,
+    template_arguments: Mapping[str, Any] = {},
+    model: str = "default",
+    details: bool = False,
 ) -> dict[str, Any]:
-    """Body of ``POST /v1/chat/completions``."""
+    """Body of ``POST /v1/chat/completions``; see ``ChatOptions``."""
     body: dict[str, Any] = {"model": model, "messages": [dict(message) for message in messages], "rid": request_id}
     body |= sampling.fields(native=False)
     if template_arguments:
@@ -95,7 +111,12 @@ def chat_body(
 
 
 def generate_body(
-    prompt: str | Sequence[int], *, sampling: Sampling, label: Label, stream: bool, request_id: str
+    prompt: str | Sequence[int],
+    *,
+    stream: bool,
+    request_id: str,
+    sampling: Sampling = Sampling(),
+    label: Label = None,
 ) -> dict[str, Any]:
     """Body of ``POST /generate``; a prompt is text or token ids."""
     parameters = sampling.fields(native=True)
