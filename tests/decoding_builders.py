@@ -61,17 +61,20 @@ class ScriptedProposer:
         for row in rows.tolist():
             self.seen[row] = []
 
-    def observe(self, rows, *, tokens_BT, positions_BT, taps_BTF, hidden_BTD, counts_B):
+    def observe(self, rows, observed):
         for index, row in enumerate(rows.tolist()):
-            count = int(counts_B[index])
-            assert positions_BT[index, :count].tolist() == list(
+            count = int(observed.counts_B[index])
+            assert observed.positions_BT[index, :count].tolist() == list(
                 range(len(self.seen[row]), len(self.seen[row]) + count)
             ), "positions must follow what was observed"
-            self.seen[row] += tokens_BT[index, :count].tolist()
+            self.seen[row] += observed.tokens_BT[index, :count].tolist()
             assert len(self.seen[row]) <= self.capacity
             if self.layer_ids:
                 whole = self.target.forward(torch.tensor([self.seen[row]]), layer_ids=self.layer_ids)
-                for arrived, true in ((taps_BTF, whole.taps_BTF), (hidden_BTD, whole.hidden_BTD)):
+                for arrived, true in (
+                    (observed.taps_BTF, whole.taps_BTF),
+                    (observed.hidden_BTD, whole.hidden_BTD),
+                ):
                     torch.testing.assert_close(arrived[index, :count], true[0, -count:], atol=1e-4, rtol=1e-4)
                 self.checked_features += count
 

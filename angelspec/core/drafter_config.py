@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from angelspec.core.geometry import Rope, TargetGeometry
+from angelspec.core.geometry import DecoderShape, TargetGeometry
 
 ContextKind = Literal["projection", "fusion", "hybrid"]
 HeadKind = Literal["none", "markov", "correction"]
@@ -37,28 +37,11 @@ ALGORITHM_NAMES: Mapping[str, str] = MappingProxyType(
 _STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class _DecoderShape(BaseModel):
+class _DrafterShape(DecoderShape):
     """What every drafter has in common: the shape of its decoder layers, and the target that it belongs to."""
 
-    model_config = _STRICT
-
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_heads: int = Field(gt=0)
-    num_kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    vocab_size: int = Field(gt=1)
-    rms_norm_eps: float = Field(gt=0)
-    max_position_embeddings: int = Field(gt=0)
-    rope: Rope
     target_hidden_size: int = Field(gt=0)
     target_num_layers: int = Field(gt=0)
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
-        return self
 
     @property
     def cached_layers(self) -> int:
@@ -83,7 +66,7 @@ class _DecoderShape(BaseModel):
         ]
 
 
-class BlockDrafterConfig(_DecoderShape):
+class BlockDrafterConfig(_DrafterShape):
     """A block-parallel drafter (DFlash, DFlare, DSpark, DFly): one backbone, a context and a head variant.
 
     A block holds ``block_size`` slots: slot 0 is the anchor (the last committed token), slots 1.. hold the mask
@@ -182,7 +165,7 @@ class MoeConfig(BaseModel):
         return self
 
 
-class MtpDrafterConfig(_DecoderShape):
+class MtpDrafterConfig(_DrafterShape):
     """Multi-token prediction: one decoder layer on [embedding; hidden state], reused at every depth.
 
     Depth 0 reads the target's last hidden state and the token after it; each further depth reads the depth before it

@@ -89,24 +89,19 @@ class Rope(BaseModel):
         return config
 
 
-class TargetGeometry(BaseModel):
-    """The facts of a target that its drafters depend on."""
+class DecoderShape(BaseModel):
+    """Sizes that a target's decoder layers and a drafter's both have."""
 
     model_config = _STRICT
 
-    architecture: str
-    """transformers' model_type."""
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
-    num_layers: int = Field(gt=0)
     num_heads: int = Field(gt=0)
     num_kv_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0)
     vocab_size: int = Field(gt=1)
     rms_norm_eps: float = Field(gt=0)
     max_position_embeddings: int = Field(gt=0)
-    tied_head: bool
-    """Whether the vocabulary head is the input embedding."""
     rope: Rope
 
     @model_validator(mode="after")
@@ -114,6 +109,16 @@ class TargetGeometry(BaseModel):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         return self
+
+
+class TargetGeometry(DecoderShape):
+    """The facts of a target that its drafters depend on."""
+
+    architecture: str
+    """transformers' model_type."""
+    num_layers: int = Field(gt=0)
+    tied_head: bool
+    """Whether the vocabulary head is the input embedding."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from angelspec.decoding.proposer import Proposals
+from angelspec.decoding.proposer import Observed, Proposals
 from angelspec.decoding.trained_proposer import TrainedProposer, whole
 
 if TYPE_CHECKING:
@@ -44,18 +44,13 @@ class BlockProposer(TrainedProposer):
     def reset(self, rows: Tensor) -> None:
         self._context.reset(rows)
 
-    def observe(
-        self,
-        rows: Tensor,
-        *,
-        tokens_BT: Tensor,
-        positions_BT: Tensor,
-        taps_BTF: Tensor,
-        hidden_BTD: Tensor,
-        counts_B: Tensor,
-    ) -> None:
+    def observe(self, rows: Tensor, observed: Observed) -> None:
         self.drafter.extend_context(
-            self._context, taps_BTF, counts_B=counts_B, positions_BT=positions_BT, rows=self._whole(rows)
+            self._context,
+            observed.taps_BTF,
+            counts_B=observed.counts_B,
+            positions_BT=observed.positions_BT,
+            rows=self._whole(rows),
         )
 
     def propose(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from angelspec.decoding.proposer import Proposals
+from angelspec.decoding.proposer import Observed, Proposals
 
 
 def copy_match(history: Sequence[int], *, start: int, count: int) -> list[int]:
@@ -61,16 +61,7 @@ class LookupProposer:
         for row in rows.tolist():
             self._seen.pop(row, None)
 
-    def observe(
-        self,
-        rows: Tensor,
-        *,
-        tokens_BT: Tensor,
-        positions_BT: Tensor,
-        taps_BTF: Tensor,
-        hidden_BTD: Tensor,
-        counts_B: Tensor,
-    ) -> None:
+    def observe(self, rows: Tensor, observed: Observed) -> None:
         pass
 
     def propose(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from angelspec.decoding.proposer import Proposals
+from angelspec.decoding.proposer import Observed, Proposals
 from angelspec.decoding.trained_proposer import TrainedProposer, whole
 
 if TYPE_CHECKING:
@@ -46,18 +46,10 @@ class MtpProposer(TrainedProposer):
         self._cache.reset(rows)
         self._waiting_W[rows] = 0
 
-    def observe(
-        self,
-        rows: Tensor,
-        *,
-        tokens_BT: Tensor,
-        positions_BT: Tensor,
-        taps_BTF: Tensor,
-        hidden_BTD: Tensor,
-        counts_B: Tensor,
-    ) -> None:
+    def observe(self, rows: Tensor, observed: Observed) -> None:
         if int(self._waiting_W[rows].max()):
             raise ValueError("proposals must be asked for between two observations of a row")
+        tokens_BT, hidden_BTD, counts_B = observed.tokens_BT, observed.hidden_BTD, observed.counts_B
         if tokens_BT.shape[1] > self._tokens_WQ.shape[1]:  # prompts: all successors but the last token's are known
             long = counts_B > 1
             if bool(long.any()):

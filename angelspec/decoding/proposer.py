@@ -25,6 +25,22 @@ class Proposals:
     """int64: proposals per row, 0 to K."""
 
 
+@dataclass(frozen=True)
+class Observed:
+    """Newly committed tokens of each row of a batch, and the target's states of them."""
+
+    tokens_BT: Tensor
+    """int64; behind ``counts_B`` padding."""
+    positions_BT: Tensor
+    """int64, each token's position in its sequence; consecutive, following the last observed one."""
+    taps_BTF: Tensor
+    """Target states after the proposer's ``layer_ids``, concatenated in that order."""
+    hidden_BTD: Tensor
+    """The target's last hidden states, after its final norm."""
+    counts_B: Tensor
+    """int64, tokens per row."""
+
+
 class Proposer(Protocol):
     """Drafts continuations of committed tokens, deterministically: equal histories and features, equal proposals.
 
@@ -54,26 +70,8 @@ class Proposer(Protocol):
         """Empty these rows (int64 [B]) for new requests."""
         ...
 
-    def observe(
-        self,
-        rows: Tensor,
-        *,
-        tokens_BT: Tensor,
-        positions_BT: Tensor,
-        taps_BTF: Tensor,
-        hidden_BTD: Tensor,
-        counts_B: Tensor,
-    ) -> None:
-        """Take the target's states of newly committed tokens.
-
-        Args:
-            rows: int64 [B], distinct.
-            tokens_BT: int64; behind ``counts_B`` padding.
-            positions_BT: int64, each token's position in its sequence; consecutive, following the last observed one.
-            taps_BTF: target states after ``layer_ids``, concatenated in that order.
-            hidden_BTD: the target's last hidden states, after its final norm.
-            counts_B: int64, tokens per row.
-        """
+    def observe(self, rows: Tensor, observed: Observed) -> None:
+        """Take the target's states of newly committed tokens; rows are int64 [B], distinct."""
         ...
 
     def propose(
@@ -107,16 +105,7 @@ class NoProposer:
     def reset(self, rows: Tensor) -> None:
         pass
 
-    def observe(
-        self,
-        rows: Tensor,
-        *,
-        tokens_BT: Tensor,
-        positions_BT: Tensor,
-        taps_BTF: Tensor,
-        hidden_BTD: Tensor,
-        counts_B: Tensor,
-    ) -> None:
+    def observe(self, rows: Tensor, observed: Observed) -> None:
         pass
 
     def propose(

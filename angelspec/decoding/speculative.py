@@ -24,7 +24,7 @@ from torch import Tensor
 from angelspec.core.errors import DataError
 from angelspec.core.step_costs import StepCosts
 from angelspec.decoding.answers import DecodeRun, Stopwatch, accept_tokens
-from angelspec.decoding.proposer import Proposals, Proposer
+from angelspec.decoding.proposer import Observed, Proposals, Proposer
 from angelspec.decoding.verifiers import Request, TargetVerifier, Verifier
 from angelspec.ops.dcut import Cut, choose_cut, cut, survivals
 
@@ -253,14 +253,14 @@ class Loop:
     ) -> None:
         width = int(counts_B.max())
         with self.watch.span("features"):
-            self._proposer.observe(
-                rows,
+            observed = Observed(
                 tokens_BT=tokens_BT[:, :width],
                 positions_BT=first_B.unsqueeze(1) + torch.arange(width, device=rows.device),
                 taps_BTF=states.taps_BTF[:, :width],
                 hidden_BTD=states.hidden_BTD[:, :width],
                 counts_B=counts_B,
             )
+            self._proposer.observe(rows, observed)
 
     def _padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         width = max(map(len, sequences))

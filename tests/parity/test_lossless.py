@@ -21,15 +21,6 @@ from angelspec.targets.target import load_target
 VOCABULARY = 32
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Matrices here are tiny: one thread is fastest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def target():
     return small_target(vocab_size=VOCABULARY)

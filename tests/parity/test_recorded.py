@@ -1,7 +1,6 @@
 """Drafters measured on recorded answers take the very steps of real decoding."""
 
 import pytest
-import torch
 from decoding_builders import ScriptedProposer, random_prompts, small_target
 from drafter_builders import tiny_drafter
 from mtp_builders import fitting_mtp
@@ -16,15 +15,6 @@ from angelspec.decoding.speculative import CutPolicy, decode
 
 VOCABULARY = 50
 LIMIT = 20
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Matrices here are tiny: one thread is fastest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

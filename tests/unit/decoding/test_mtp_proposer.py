@@ -12,6 +12,7 @@ from angelspec.core.errors import CheckpointError
 from angelspec.decoding.block_proposer import BlockProposer
 from angelspec.decoding.mtp_proposer import MtpProposer
 from angelspec.decoding.plain import decode_without_cache
+from angelspec.decoding.proposer import Observed
 from angelspec.decoding.proposers import drafter_proposer
 from angelspec.decoding.speculative import CutPolicy, decode
 
@@ -97,17 +98,20 @@ def test_an_observation_between_proposals_that_never_came_is_refused(target):
     drafter = RecordingDrafter(tiny_mtp_config(hidden_size=32, target_hidden_size=32, target_num_layers=3), None)
     proposer = MtpProposer(drafter, target=target, name="mtp")
     proposer.start(1, capacity=9)
-    window = {
-        "tokens_BT": torch.tensor([[3, 4]]), "positions_BT": torch.tensor([[0, 1]]), "taps_BTF": torch.zeros(1, 2, 0),
-        "hidden_BTD": torch.zeros(1, 2, 32), "counts_B": torch.tensor([2]),
-    }  # fmt: skip
+    window = Observed(
+        tokens_BT=torch.tensor([[3, 4]]),
+        positions_BT=torch.tensor([[0, 1]]),
+        taps_BTF=torch.zeros(1, 2, 0),
+        hidden_BTD=torch.zeros(1, 2, 32),
+        counts_B=torch.tensor([2]),
+    )
     rows = torch.tensor([0])
     proposer.reset(rows)
-    proposer.observe(rows, **window)
+    proposer.observe(rows, window)
     with pytest.raises(ValueError, match="between two observations"):
-        proposer.observe(rows, **window)
+        proposer.observe(rows, window)
     proposer.reset(rows)
-    proposer.observe(rows, **window)
+    proposer.observe(rows, window)
 
 
 def _drafts_of_the_whole_history(drafter, target, history):
