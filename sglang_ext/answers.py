@@ -3,8 +3,9 @@
 The scheduler attaches one entry to every output token, since SGLang carries such lists and cuts them as it cuts tokens;
 the HTTP process folds the entries into ``meta_info["angelspec"]`` and ``meta_info["angelspec_positions"]``.
 
-An entry is the token's position in its draft (0: the target's own), and on the last token of a step and on the first
-of an answer a list: the position, and what there is to say of the step or the request.
+An entry is the token's position in its draft (0: the target's own), and on the first token of a step and of an answer
+a list: the position, and what there is to say of the step or the request. An answer that stops within a step is cut
+there, so the tokens of a step are counted as they come.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sglang_ext.metrics import StepReport
 TOKENS_KEY = "angelspec_tokens"
 """Under which the entries travel."""
 
-Entry = int | list[Any]
+Entry = int | list[Any] | None
 _CONTEXT = 6
 """Tokens before one that may change its text."""
 
@@ -28,7 +29,7 @@ _CONTEXT = 6
 def opening(request: Any) -> Entry:
     """The entry of the token that prefill yields."""
     if request is None:
-        return 0
+        return None
     return [0, {"why": request.record.why, "workload": request.workload, "mode": request.mode}]
 
 
@@ -36,9 +37,9 @@ def step_entries(report: StepReport, row: int) -> list[Entry]:
     """The entries of the tokens that one row of a step committed."""
     committed = report.committed[row]
     name = report.routes[row]
-    tokens: list[Entry] = list(range(1, committed))
     drafted, verified = (report.drafted[row], report.verified[row]) if name else (0, 0)
-    return [*tokens, [0, name or PLAIN, committed, drafted, verified]]
+    first, *more = [*range(1, committed), 0]
+    return [[first, name or PLAIN, drafted, verified], *more]
 
 
 @dataclass
@@ -51,12 +52,13 @@ class AnswerState:
     _shown: int = 0
     _window: list[int] = field(default_factory=list)
 
-    def add(self, entries: Sequence[Entry | None]) -> list[int]:
+    def add(self, entries: Sequence[Entry]) -> list[int]:
         """Fold the entries of new tokens; returns their positions in their drafts."""
         new = []
         for entry in entries:
             if entry is None or isinstance(entry, int):
                 new.append(entry or 0)
+                self.record.extend(0 if entry is None else 1)
                 continue
             new.append(entry[0])
             if isinstance(entry[1], dict):
@@ -64,8 +66,8 @@ class AnswerState:
                     self.record.why, self.record.workload = entry[1]["why"], entry[1]["workload"]
                     self.record.mode = entry[1]["mode"]
             else:
-                _, name, committed, drafted, verified = entry
-                self.record.add(name, committed=committed, drafted=drafted, verified=verified)
+                _, name, drafted, verified = entry
+                self.record.add(name, committed=1, drafted=drafted, verified=verified)
         self.positions += new
         return new
 

@@ -14,9 +14,9 @@ ratios, the rest is a running mean per batch size; both forget.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from angelspec.core.step_costs import DraftPoint, StepCosts, VerifyPoint
+from sglang_ext.clock import TimedStep
 
 _SHARE = 1 / 24
 """Weight of a new step; until so many were seen, all weigh alike."""
@@ -49,33 +49,15 @@ class CostTracker:
         self._rest: dict[int, _Mean] = {}
         self._given = self._state()
 
-    def observe(
-        self,
-        batch_size: int,
-        *,
-        drafted: Mapping[str, int],
-        slots: int,
-        draft_seconds: float,
-        verify_seconds: float,
-        rest_seconds: float | None,
-    ) -> None:
-        """Learn from a served step.
-
-        Args:
-            batch_size: rows.
-            drafted: rows by drafter.
-            slots: verified, anchors counted.
-            draft_seconds: of all drafters.
-            verify_seconds: the target's forward, acceptance included.
-            rest_seconds: everything between the end of the step before and the end of this one that is neither; None:
-                not known, since other work lay between.
-        """
-        costs = self._profiled
+    def observe(self, step: TimedStep) -> None:
+        """Learn from a served step."""
+        costs, batch_size, slots = self._profiled, step.batch_size, step.slots
+        draft_seconds, verify_seconds, rest_seconds = step.times.draft, step.times.verify, step.rest_seconds
         expected = costs.verify_seconds(batch_size, slots)
         if expected:
             scale = self._plain if slots == batch_size else self._wide
             scale.add(_bounded(math.log(verify_seconds / expected)))
-        shares = {name: costs.draft_seconds(name, rows) or 0.0 for name, rows in drafted.items()}
+        shares = {name: costs.draft_seconds(name, rows) or 0.0 for name, rows in step.drafted.items()}
         expected = sum(shares.values())
         if expected and draft_seconds > 0:
             ratio = _bounded(math.log(draft_seconds / expected))

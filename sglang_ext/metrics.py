@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -20,10 +20,22 @@ class StepReport:
     verified: Sequence[int]
     """Proposals per row."""
     committed: Sequence[int]
-    draft_seconds: float
-    plan_seconds: float
-    verify_seconds: float
-    other_seconds: float
+
+    def without(self, rows: Container[int]) -> StepReport:
+        """The same without some rows."""
+        left = [row for row in range(len(self.routes)) if row not in rows]
+        parts = (self.routes, self.drafted, self.verified, self.committed)
+        return StepReport(*([part[row] for row in left] for part in parts))
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where one decode step's time went, in seconds."""
+
+    draft: float
+    plan: float
+    verify: float
+    other: float
 
 
 @dataclass
@@ -61,21 +73,26 @@ class Counters:
     """Finished requests by (route, workload)."""
 
     def step(self, report: StepReport) -> StepReport:
-        """Count a step; returns it."""
+        """Count a step; returns it. One whose every row was left out counts for nothing."""
+        if not report.routes:
+            return report
         self.steps += 1
         routes = set(report.routes)
         self.speculative_steps += routes != {None}
         self.mixed_steps += len(routes) > 1
         self.cut_steps += any(kept < number for kept, number in zip(report.verified, report.drafted, strict=True))
-        self.draft_seconds += report.draft_seconds
-        self.plan_seconds += report.plan_seconds
-        self.verify_seconds += report.verify_seconds
-        self.other_seconds += report.other_seconds
         rows = len(report.routes)
         self.drafted_slots += rows + sum(report.drafted)
         self.verified_slots += rows + sum(report.verified)
         self.committed_tokens += sum(report.committed)
         return report
+
+    def time(self, times: StepTimes) -> None:
+        """Add up a step's times."""
+        self.draft_seconds += times.draft
+        self.plan_seconds += times.plan
+        self.verify_seconds += times.verify
+        self.other_seconds += times.other
 
     def cost(self, *, foretold: float, taken: float) -> None:
         """Compare what a step was to cost, in seconds, with what it took."""

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sglang_ext import compat
+from sglang_ext.transfer import on_device
 
 
 def is_penalised(sampling_params: Any) -> bool:
@@ -57,10 +57,12 @@ class RowPenalties:
                 compat.BatchedRepetitionPenalizer,
             },
         )
-        for token in already_put_out:
-            self._orchestrator.cumulate_output_tokens(torch.tensor([token], device=device))
+        for token_1 in on_device(list(already_put_out), device).split(1) if already_put_out else ():
+            self._orchestrator.cumulate_output_tokens(token_1)
 
     def apply(self, anchor_1: Tensor, logits_1V: Tensor) -> None:
         """Feed the newest output token and penalise the logits of the next, in place."""
         self._orchestrator.cumulate_output_tokens(anchor_1)
-        self._orchestrator.apply(logits_1V)
+        # with ``repeat`` what is added comes before what scales, as in plain decoding with overlap; without it the
+        # order is that of a set of classes, which differs from process to process
+        self._orchestrator.apply(logits_1V, repeat=1)

@@ -5,10 +5,11 @@ The scheduler's process writes them; SGLang has set ``PROMETHEUS_MULTIPROC_DIR``
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from angelspec.core.bundle import PLAIN
-from sglang_ext.metrics import StepReport
+from sglang_ext.metrics import StepReport, StepTimes
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
@@ -40,11 +41,14 @@ class Exporter:
             self._tokens.labels(*labels).inc(committed)
             self._drafted.labels(*labels).inc(drafted + 1)
             self._verified.labels(*labels).inc(verified + 1)
-        for part in ("draft", "plan", "verify", "other"):
-            self._seconds.labels(part).observe(getattr(report, f"{part}_seconds"))
         if any(report.drafted):
             count = len(report.routes)
             self._ratio.observe((count + sum(report.verified)) / (count + sum(report.drafted)))
+
+    def time(self, times: StepTimes) -> None:
+        """Where the time of one decode step went."""
+        for part, seconds in asdict(times).items():
+            self._seconds.labels(part).observe(seconds)
 
     def finish(self, request: Any) -> None:
         """A request ended."""

@@ -74,14 +74,15 @@ class EnginePlan:
 
     @cached_property
     def layer_ids(self) -> tuple[int, ...]:
-        """Target layers whose outputs some drafter reads, ascending."""
+        """Target layers whose outputs some drafter reads, ascending; the first, where none reads any: SGLang's models
+        keep the last hidden states beside captured layers alone, and never hand out the last layer."""
         ids = {
             layer
             for place in self.places
             if isinstance(place.config, BlockDrafterConfig)
             for layer in place.config.target_layer_ids
         }
-        return tuple(sorted(ids)) or (self.places[0].config.target_num_layers - 1,)
+        return tuple(sorted(ids)) or (0,)
 
     def tap_columns(self, place: DrafterPlace) -> torch.Tensor | None:
         """Columns of the captured features that are this drafter's; None: all of them, in order."""

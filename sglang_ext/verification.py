@@ -6,6 +6,7 @@ Shapes: B batch rows, W slots of a row, N verified slots of all rows, V vocabula
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -57,7 +58,13 @@ def verify(executor: Any, runner: Any, batch: Any, window: Any, block_BW: Tensor
     device, width = block_BW.device, block_BW.shape[1]
     widths = [number + 1 for number in kept]
     total, padded = sum(widths), padded_slots(runner, sum(widths))
-    layout = compat.RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=widths, device=device, grid=[padded])
+    # assembled here: SGLang's own way from a list copies it so that the device is waited for
+    layout = compat.RaggedVerifyLayout._assemble_device(
+        verify_lens=on_device(widths, device),
+        graph_num_tokens=padded,
+        verify_lens_cpu=widths,
+        total_verify_tokens=total,
+    )
     rows = [row for row, wide in enumerate(widths) for _ in range(wide)]
     row_N, offset_N = on_device([rows, [slot for wide in widths for slot in range(wide)]], device)
     packed = _Packed(
@@ -85,30 +92,36 @@ def verify(executor: Any, runner: Any, batch: Any, window: Any, block_BW: Tensor
 
 
 def adjust_logits(
-    batch: Any, rows: Sequence[ServedRequest], logits_NV: Tensor, row_N: Tensor, offset_N: Tensor, block_BW: Tensor,
-    *, barrier: Any,
+    batch: Any, rows: Sequence[ServedRequest], logits_NV: Tensor, row_N: Tensor, block_BW: Tensor,
+    *, kept: Sequence[int], barrier: Any,
 ) -> None:  # fmt: skip
-    """Penalties, biases and grammars, as plain decoding applies them; logits are changed in place.
+    """Penalties, grammars and biases in the order of plain decoding; logits are changed in place.
 
     All but biases depend on the tokens before, so rows that have them verify one slot, and theirs is the first.
     """
     info = batch.sampling_info
     if info is None:
         return
+    if batch.has_grammar or any(known.penalties is not None for known in rows):
+        _adjust_first(batch, rows, logits_NV, block_BW, kept=kept, barrier=barrier)
     if info.logit_bias is not None:
         logits_NV += info.logit_bias[row_N].to(logits_NV.dtype)
-    penalised = [row for row, known in enumerate(rows) if known.penalties is not None]
-    if not penalised and not batch.has_grammar:
-        return
-    first_B = (offset_N == 0).nonzero().squeeze(1)
+
+
+def _adjust_first(
+    batch: Any, rows: Sequence[ServedRequest], logits_NV: Tensor, block_BW: Tensor, *, kept: Sequence[int], barrier: Any
+) -> None:
+    """Penalties and grammars of every row's first slot."""
+    first_B = on_device([0, *accumulate(number + 1 for number in kept)][:-1], logits_NV.device)
     logits_BV = logits_NV[first_B]
-    for row in penalised:
-        rows[row].penalties.apply(block_BW[row, :1], logits_BV[row : row + 1])
+    for row, known in enumerate(rows):
+        if known.penalties is not None:
+            known.penalties.apply(block_BW[row, :1], logits_BV[row : row + 1])
     if batch.has_grammar:
         mask = compat.build_grammar_vocab_mask(
             reqs=batch.reqs,
             tree=compat.GrammarTree.from_linear_chain(block_BW[:, :1].contiguous()),
-            sampling_info=info,
+            sampling_info=batch.sampling_info,
             device=logits_BV.device,
             barrier=barrier,
         )

@@ -29,11 +29,13 @@ from angelspec.ops.step_planner import Step, StepPlanner
 from sglang_ext import compat
 from sglang_ext.accept import accept, draw
 from sglang_ext.answers import TOKENS_KEY, opening
+from sglang_ext.clock import StepMarks, StepTimer, step_clock
 from sglang_ext.cost_tracking import CostTracker
 from sglang_ext.drafting import DraftRows, DraftRunner, PromptRun
 from sglang_ext.engine_hooks import check_applied
 from sglang_ext.metrics import Counters, StepReport
 from sglang_ext.models.graphs import cuda_recorder, graph_sizes
+from sglang_ext.outcome import Outcome
 from sglang_ext.penalties import RowPenalties, is_penalised
 from sglang_ext.pending import PendingStates
 from sglang_ext.profiling import find_costs, graph_tiers
@@ -86,7 +88,10 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         self._drafts: DraftRunner | None = None
         self._given_up: list[ServedRequest] = []
         self._owner: dict[int, str] = {}
-        self._step_ended: tuple[float, tuple[str, ...]] | None = None
+        self._timer = StepTimer(step_clock(self.device))
+        self._step_ended: tuple[Any, tuple[str, ...]] | None = None
+        self._tracked = 0
+        self._outcome: Outcome | None = None
         self._kept = torch.cuda.Event() if str(self.device).startswith("cuda") else None
         """When the states of the last step's tokens lie in their rings; None: on a CPU, at once."""
         self.use_costs(None)
@@ -179,9 +184,12 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """Called when a decoding request ends, before its tokens go to the prefix cache."""
         super().note_request_finished(rid=rid, natural_stop=natural_stop)
-        known = self.requests.finish(rid)
+        known = self.requests.get(rid)
         if known is None:
             return
+        if self._outcome is not None and self._outcome.ends(known):
+            self._settle()
+        self.requests.finish(rid)
         if known.anchor is not None and known.states_of and self._owner.get(known.slot) == rid:
             if self._kept is not None:  # this is another stream than the one that keeps states
                 torch.cuda.current_stream().wait_event(self._kept)
@@ -194,6 +202,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
     def _forward_prefill(self, batch: Any, on_publish: Any, pp_proxy_tensors: Any = None) -> Any:
         if batch.forward_mode.is_idle():
             return self._decode_idle_result(on_publish=on_publish)
+        self._settle()
         ids, reqs = batch.input_ids, list(batch.reqs)
         starts, counts = list(batch.prefix_lens), list(batch.extend_lens)
         slots = batch.req_pool_indices_cpu.tolist()
@@ -243,6 +252,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         if batch.forward_mode.is_idle():
             return self._decode_idle_result(on_publish=on_publish)
         began = time.perf_counter()
+        self._settle()
         drafts, rows = self._ready(), self._rows(batch.reqs)
         draft_input, size, width = batch.spec_info, len(batch.reqs), self._width
         slots, lengths = batch.req_pool_indices_cpu.tolist(), [known.length for known in rows]
@@ -260,26 +270,26 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         prepared = time.perf_counter()
 
         step = self._begin(rows)
-        planned = time.perf_counter()
+        planned, drafting = time.perf_counter(), self._timer.mark()
         block_BW = anchor_B.new_zeros(size, width)
         block_BW[:, 0] = anchor_B
         confidences: list[list[float]] = [[] for _ in rows]
         for name, indices in step.rows_by_drafter.items():
             self._draft(name, indices, rows, slots, lengths, batch, block_BW, confidences)
-        drafted = time.perf_counter()
+        drafted, draft_end = time.perf_counter(), self._timer.mark()
         if step.rows_by_drafter:
             step = self._planner.cut(step, confidences)
             kept = list(step.kept)
         else:
             kept = [0] * size
             step = replace(step, kept=tuple(kept))
-        cut_done = time.perf_counter()
+        cut_done, verifying = time.perf_counter(), self._timer.mark()
 
         seen = verify(self._verify_executor, self.model_runner, batch, window, block_BW, kept)
         output, row_N, offset_N = seen.output, seen.row_N, seen.offset_N
         info, logits_NV = batch.sampling_info, output.next_token_logits
         self._open_penalties(rows)
-        adjust_logits(batch, rows, logits_NV, row_N, offset_N, block_BW, barrier=grammar_barrier)
+        adjust_logits(batch, rows, logits_NV, row_N, block_BW, kept=kept, barrier=grammar_barrier)
         keeps_logits = batch.return_logprob and not (info is None or info.is_all_greedy)
         drawn_N = draw(
             self.model_runner.sampler,
@@ -298,15 +308,14 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         if on_publish is not None:
             on_publish(new_lengths_B)
         committed = commit_B.tolist() if step.rows_by_drafter else [1] * size
+        outputs = [known.length - len(known.req.origin_input_ids) + 1 for known in rows]
         for index, known in enumerate(rows):
             known.anchor = outcome.bonus_B[index : index + 1]
             known.length += committed[index]
         self._keep(drafts, rows, slots, kept, committed, output, block_BW)
         output.hidden_states = output.last_hidden_states = None
-        verified = time.perf_counter()
+        verified, verify_end = time.perf_counter(), self._timer.mark()
 
-        self._observe(step, rows, committed)
-        self._track(step, kept, drafting=drafted - planned, verifying=verified - cut_done)
         result = compat.GenerationBatchResult(
             logits_output=output,
             next_token_ids=outcome.tokens_BW.reshape(-1),
@@ -317,21 +326,24 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             speculative_num_draft_tokens=width,
             new_seq_lens=new_lengths_B,
         )
-        ended = time.perf_counter()
-        result.angelspec_step = self.counters.step(
-            StepReport(
-                routes=step.drafters,
-                drafted=[len(one) for one in confidences],
-                verified=kept,
-                committed=committed,
-                draft_seconds=drafted - planned,
+        result.angelspec_step = StepReport(
+            routes=step.drafters, drafted=[len(one) for one in confidences], verified=kept, committed=committed
+        )
+        self._outcome = Outcome(step, rows, result.angelspec_step, outputs)
+        before, self._step_ended = self._step_ended, (verify_end, step.requests)
+        self._timer.add(
+            StepMarks(
+                batch_size=size,
+                drafted={name: len(indices) for name, indices in step.rows_by_drafter.items()},
+                slots=size + sum(kept),
+                drafting=(drafting, draft_end),
+                verifying=(verifying, verify_end),
+                before=before[0] if before is not None and before[1] == step.requests else None,
                 plan_seconds=planned - prepared + cut_done - drafted,
-                verify_seconds=verified - cut_done,
-                other_seconds=prepared - began + ended - verified,
+                other_seconds=prepared - began + time.perf_counter() - verified,
             )
         )
-        if self._exporter is not None:
-            self._exporter.step(result.angelspec_step, [known.workload for known in rows])
+        self._track()
         return result
 
     def _follow(self, drafts: DraftRunner, rows: list[ServedRequest], slots: list[int], lengths: list[int]) -> None:
@@ -425,28 +437,20 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         if self._kept is not None:
             self._kept.record()
 
-    def _track(self, step: Step, kept: list[int], *, drafting: float, verifying: float) -> None:
-        """Keep the costs true by what this step took, from the end of the one before."""
-        now = time.perf_counter()
-        before, self._step_ended = self._step_ended, (now, step.requests)
-        if self._tracker is None:
-            return
-        rest = None
-        rows = {name: len(indices) for name, indices in step.rows_by_drafter.items()}
-        if before is not None and before[1] == step.requests:
-            rest = now - before[0] - drafting - verifying
-            foretold = self.costs.seconds(len(kept), drafted=rows, slots=len(kept) + sum(kept))
-            if foretold is not None and now - before[0] < _PAUSE * foretold:
-                self.counters.cost(foretold=foretold, taken=now - before[0])
-        self._tracker.observe(
-            len(kept),
-            drafted=rows,
-            slots=len(kept) + sum(kept),
-            draft_seconds=drafting,
-            verify_seconds=verifying,
-            rest_seconds=rest,
-        )
-        if self.counters.steps % _LOOK_EVERY:
+    def _track(self) -> None:
+        """Keep the costs true by what past steps took, each from the end of the one before."""
+        for timed in self._timer.passed():
+            self.counters.time(timed.times)
+            if self._exporter is not None:
+                self._exporter.time(timed.times)
+            if self._tracker is None:
+                continue
+            foretold = self.costs.seconds(timed.batch_size, drafted=timed.drafted, slots=timed.slots)
+            if timed.taken is not None and foretold is not None and timed.taken < _PAUSE * foretold:
+                self.counters.cost(foretold=foretold, taken=timed.taken)
+            self._tracker.observe(timed)
+        self._tracked += 1
+        if self._tracker is None or self._tracked % _LOOK_EVERY:
             return
         drifted = self.ranks.is_first and self._tracker.drifted()
         costs = self.ranks.agree(self._tracker.current() if drifted else None)
@@ -454,14 +458,22 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             self.costs = costs
             self._planner.use(costs)
 
-    def _observe(self, step: Step, rows: list[ServedRequest], committed: list[int]) -> None:
-        self._planner.observe(step, [number - 1 for number in committed])
-        while self._given_up:  # not before: the step that is on its way was planned with their drafters
+    def _settle(self) -> None:
+        """Learn from the last step, but for rows whose request had ended before it."""
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
+            return
+        self._planner.observe(outcome.step, outcome.accepted)
+        while self._given_up:  # not before: the step that was on its way was planned with their drafters
             known = self._given_up.pop()
             self._planner.close(known.rid)
             self._open(known)
+        report = self.counters.step(outcome.report.without(outcome.ended))
+        rows = [known for row, known in enumerate(outcome.rows) if row not in outcome.ended]
         depths = self.plan.bundle.depths
-        for known, name, kept, number in zip(rows, step.drafters, step.kept, committed, strict=True):
+        for known, name, kept, number in zip(rows, report.routes, report.verified, report.committed, strict=True):
             known.record.add(
                 name or PLAIN, committed=number, drafted=depths[name] if name else 0, verified=kept if name else 0
             )
+        if self._exporter is not None:
+            self._exporter.step(report, [known.workload for known in rows])

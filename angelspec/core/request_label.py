@@ -168,6 +168,10 @@ class RequestRecord:
         self.drafted += drafted
         self.verified += verified
 
+    def extend(self, tokens: int) -> None:
+        """Count further tokens of the step that was counted last."""
+        self.committed += tokens
+
     @property
     def counts(self) -> AcceptanceCounts:
         """The same in the common counters."""

@@ -219,18 +219,22 @@ class StepPlanner:
                 known.unverified = 0 if number else known.unverified + 1
         return replace(step, evidence=evidences, kept=kept, ratio=decision.ratio)
 
-    def observe(self, step: Step, accepted: Sequence[int]) -> None:
-        """What came of a step: accepted proposals per row (the bonus token not counted)."""
+    def observe(self, step: Step, accepted: Sequence[int | None]) -> None:
+        """What came of a step: accepted proposals per row (the bonus token not counted).
+
+        None for a row whose request had ended before: nothing is learnt from it.
+        """
         for index, (request, name) in enumerate(zip(step.requests, step.drafters, strict=True)):
+            number = accepted[index]
+            if number is None:
+                continue
             if name is None:
                 self._estimates.observe_plain(request)
                 continue
-            self._estimates.observe(
-                request, name, step.evidence[index], verified=step.kept[index], accepted=accepted[index]
-            )
+            self._estimates.observe(request, name, step.evidence[index], verified=step.kept[index], accepted=number)
         for index, probe in step.probes.items():
             cost = probe.cost + step.kept[index] * step.slot_price
-            self._probes.spend(cost - accepted[index] - probe.paid)
+            self._probes.spend(cost - (accepted[index] or 0) - probe.paid)
 
     # --------------------------------------------------------------------------------------------- probes
 

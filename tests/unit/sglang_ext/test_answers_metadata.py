@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from angelspec.core.request_label import RequestRecord
 from sglang_ext.answers import AnswerState, opening, step_entries
-from sglang_ext.metrics import Counters, StepReport
+from sglang_ext.metrics import Counters, StepReport, StepTimes
 
 
 def report(**changes: object) -> StepReport:
@@ -15,17 +15,13 @@ def report(**changes: object) -> StepReport:
         "drafted": [7, 0],
         "verified": [3, 0],
         "committed": [3, 1],
-        "draft_seconds": 0.1,
-        "plan_seconds": 0.0,
-        "verify_seconds": 0.2,
-        "other_seconds": 0.0,
     }
     return StepReport(**{**facts, **changes})
 
 
-def test_entries_carry_positions_and_the_step_on_its_last_token() -> None:
-    assert step_entries(report(), 0) == [1, 2, [0, "dfly", 3, 7, 3]]
-    assert step_entries(report(), 1) == [[0, "ar", 1, 0, 0]]
+def test_entries_carry_positions_and_the_step_on_its_first_token() -> None:
+    assert step_entries(report(), 0) == [[1, "dfly", 7, 3], 2, 0]
+    assert step_entries(report(), 1) == [[0, "ar", 0, 0]]
 
 
 def test_an_answer_adds_up() -> None:
@@ -44,6 +40,14 @@ def test_an_answer_adds_up() -> None:
     assert metadata["verify_steps"] == 2
     assert metadata["accepted_length"] == 2.0
     assert metadata["kept_ratio"] == (1 + 3 + 1) / (1 + 7 + 1)
+
+
+def test_an_answer_that_stops_within_a_step_counts_the_step_and_the_tokens_that_came() -> None:
+    answer = AnswerState()
+    answer.add([opening(None), *step_entries(report(committed=[5, 1]), 0)[:2]])
+    metadata = answer.metadata()
+    assert (metadata["route"], metadata["verify_steps"], metadata["generated_tokens"]) == ("dfly", 1, 2)
+    assert metadata["accepted_length"] == 2.0
 
 
 class Bytes:
@@ -71,6 +75,7 @@ def test_counters_tell_mixed_and_cut_steps() -> None:
     counters.cost(foretold=0.4, taken=0.5)
     counters.cost(foretold=0.7, taken=0.5)
     assert (counters.costed_seconds, round(counters.misjudged_seconds, 6)) == (1.0, 0.3)
+    counters.time(StepTimes(draft=0.1, plan=0.0, verify=0.2, other=0.0))
     counters.step(report())
     counters.step(report(routes=[None, None], drafted=[0, 0], verified=[0, 0], committed=[1, 1]))
     counters.step(report(routes=["dfly", "dfly"], drafted=[7, 7], verified=[7, 7], committed=[8, 1]))
@@ -84,3 +89,12 @@ def test_counters_tell_mixed_and_cut_steps() -> None:
     assert counted["drafted_slots"] == 2 + 7 + 2 + 2 + 14
     assert counted["verified_slots"] == 2 + 3 + 2 + 2 + 14
     assert counted["committed_tokens"] == 4 + 2 + 9
+    assert (counted["draft_seconds"], counted["verify_seconds"]) == (0.1, 0.2)
+
+
+def test_rows_whose_request_had_ended_are_not_counted() -> None:
+    counters = Counters()
+    assert counters.step(report().without({0})).routes == [None]
+    assert (counters.committed_tokens, counters.speculative_steps) == (1, 0)
+    counters.step(report().without({0, 1}))
+    assert counters.steps == 1

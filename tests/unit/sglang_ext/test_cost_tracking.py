@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from angelspec.core.step_costs import DraftPoint, StepCosts, VerifyPoint
+from sglang_ext.clock import StepMarks, StepTimer, TimedStep
 from sglang_ext.cost_tracking import CostTracker
+from sglang_ext.metrics import StepTimes
 
 PROFILED = StepCosts(
     drafting={
@@ -20,18 +22,19 @@ PROFILED = StepCosts(
 )
 
 
+def step(size: int, *, slots: int, drafted: dict, draft: float = 0.0, verify: float, rest: float | None) -> TimedStep:
+    taken = None if rest is None else draft + verify + rest
+    return TimedStep(size, drafted, slots, StepTimes(draft=draft, plan=0.0, verify=verify, other=0.0), taken)
+
+
 def serve(tracker: CostTracker, steps: int, *, verify: float, draft: float, rest: float) -> None:
-    for step in range(steps):
-        size, wide = (1, 4, 8)[step % 3], (1, 4, 8)[step % 2]
-        drafted = {} if wide == 1 else {("mtp", "dfly")[step % 2]: size}
+    for number in range(steps):
+        size, wide = (1, 4, 8)[number % 3], (1, 4, 8)[number % 2]
+        drafted = {} if wide == 1 else {("mtp", "dfly")[number % 2]: size}
         took = sum(PROFILED.draft_seconds(name, rows) or 0.0 for name, rows in drafted.items())
+        verified = verify * (PROFILED.verify_seconds(size, size * wide) or 0.0)
         tracker.observe(
-            size,
-            drafted=drafted,
-            slots=size * wide,
-            draft_seconds=draft * took,
-            verify_seconds=verify * (PROFILED.verify_seconds(size, size * wide) or 0.0),
-            rest_seconds=rest * size,
+            step(size, slots=size * wide, drafted=drafted, draft=draft * took, verify=verified, rest=rest * size)
         )
 
 
@@ -61,16 +64,16 @@ def test_old_times_are_forgotten() -> None:
 def test_a_pause_counts_for_little() -> None:
     tracker = CostTracker(PROFILED)
     serve(tracker, 60, verify=1.0, draft=1.0, rest=0.0)
-    tracker.observe(1, drafted={}, slots=1, draft_seconds=0.0, verify_seconds=60.0, rest_seconds=None)
+    tracker.observe(step(1, slots=1, drafted={}, verify=60.0, rest=None))
     assert (tracker.current().verify_seconds(1, 1) or 0.0) < 0.054 * 1.1
 
 
 def test_what_slows_wide_steps_alone_leaves_plain_ones_as_they_are() -> None:
     tracker = CostTracker(PROFILED)
-    for step in range(96):
-        slots = 4 if step % 8 == 0 else 32
+    for number in range(96):
+        slots = 4 if number % 8 == 0 else 32
         took = (PROFILED.verify_seconds(4, slots) or 0.0) * (1.0 if slots == 4 else 1.6)
-        tracker.observe(4, drafted={}, slots=slots, draft_seconds=0.0, verify_seconds=took, rest_seconds=None)
+        tracker.observe(step(4, slots=slots, drafted={}, verify=took, rest=None))
     costs = tracker.current()
     assert costs.verify_seconds(4, 4) == pytest.approx(0.05 + 0.004 * 4)
     assert costs.verify_seconds(4, 32) == pytest.approx(1.6 * (0.05 + 0.004 * 32))
@@ -80,7 +83,45 @@ def test_drafters_that_always_draft_together_are_corrected_together() -> None:
     tracker = CostTracker(PROFILED)
     both = {"mtp": 1, "dfly": 8}
     for _ in range(96):
-        tracker.observe(9, drafted=both, slots=9, draft_seconds=1.5 * 0.051, verify_seconds=0.086, rest_seconds=None)
+        tracker.observe(step(9, slots=9, drafted=both, draft=1.5 * 0.051, verify=0.086, rest=None))
     costs = tracker.current()
     assert costs.draft_seconds("mtp", 1) == pytest.approx(1.5 * 0.010, rel=0.01)
     assert costs.draft_seconds("dfly", 8) == pytest.approx(1.5 * 0.041, rel=0.01)
+
+
+class Device:
+    """A clock whose moments come when it is told so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self) -> float:
+        return self.now + 10.0  # behind what is queued already
+
+    def passed(self, mark: float) -> bool:
+        return mark <= self.now
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def test_a_step_is_timed_when_its_end_has_come_and_by_the_device_alone() -> None:
+    timer = StepTimer(device := Device())
+
+    def launch(at: float, before: float | None) -> None:
+        timer.add(
+            StepMarks(
+                2, {"mtp": 2}, 8, (at, at + 1.0), (at + 1.5, at + 4.0), before, plan_seconds=0.1, other_seconds=0.2
+            )
+        )
+
+    launch(0.0, None)
+    launch(5.0, 4.0)
+    assert list(timer.passed()) == []
+    device.now = 4.0
+    (first,) = timer.passed()
+    assert (first.times.draft, first.times.verify, first.taken, first.rest_seconds) == (1.0, 2.5, None, None)
+    device.now = 9.0
+    (second,) = timer.passed()
+    assert (second.taken, second.rest_seconds) == (5.0, 1.5)
+    assert list(timer.passed()) == []
