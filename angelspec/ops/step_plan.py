@@ -37,6 +37,8 @@ class Row:
     """Estimated S_1 .. S_D by drafter that may serve the row; empty: it must decode plainly."""
     forced: bool = False
     """Whether the row must be drafted for (by the best of its drafters), whatever it costs."""
+    ratio: float | None = None
+    """A keep ratio that phase 2 is bound to for this row; None: the best one."""
 
 
 def rows_per_drafter(drafters: Sequence[str | None]) -> dict[str, int]:
@@ -139,6 +141,12 @@ class _Search:
         if forced_B.any():
             most_NB = np.where(self._allowed_NB, self._survival_NBK[:-1].sum(axis=2), -1.0)
             self._forced_B = np.where(forced_B, most_NB.argmax(axis=0), -1)
+        ratio_B = [row.ratio for row in rows]
+        self._bound = {
+            ratio: np.array([own == ratio for own in ratio_B])
+            for ratio in sorted({r for r in ratio_B if r is not None})
+        }
+        self._unbound_B = np.array([own is None for own in ratio_B], dtype=bool)
         self._row_seconds_N = [self._row_seconds(name) for name in self._names]
         self._found: dict[bytes, _Option] = {}
         self._worth: tuple[float, np.ndarray] = (0.0, np.empty(0))
@@ -183,12 +191,18 @@ class _Search:
             assert verify is not None
             slot_price = rate * float(verify[-1] - verify[0]) / max(len(verify) - 1, 1)
             row_price_N = rate * np.array([seconds or 0.0 for seconds in self._row_seconds_N])
-            gain_NB = np.maximum(self._survival_NBK[:-1] - slot_price, 0.0).sum(axis=2) - row_price_N[:, None]
+            profit_NBK = self._survival_NBK[:-1] - slot_price
+            gain_NB = np.maximum(profit_NBK, 0.0).sum(axis=2)
+            for ratio, mask_B in self._bound.items():
+                for n, depth in enumerate(self._depths):
+                    kept = slot_budget(ratio, batch_size=1, offered=depth + 1) - 1
+                    gain_NB[n, mask_B] = profit_NBK[n, mask_B, :kept].sum(axis=1)
+            gain_NB -= row_price_N[:, None]
             self._worth = rate, np.where(self._allowed_NB & self._free_B, gain_NB, -np.inf)
         return self._worth[1]
 
     def _evaluate(self, choice_B: np.ndarray) -> _Option:
-        """An assignment at its best K."""
+        """An assignment at its best K, rows that are bound to a ratio at theirs."""
         key = choice_B.tobytes()
         if key not in self._found:
             self._found[key] = self._evaluated(choice_B)
@@ -200,21 +214,35 @@ class _Search:
         draft = self._costs.draft({name: rows for name, rows in zip(self._names, counts, strict=True) if rows})
         if draft is None or self._verify is None:
             return _Option(choice_B, float(batch), 0.0)
-        gains = self._survival_NBK[choice_B, self._rows_B].ravel()
+        gains_BK = self._survival_NBK[choice_B, self._rows_B]
+        depth_B = np.array([*self._depths, 0])[choice_B]
+        bound_tokens, bound_slots = self._bound_share(gains_BK, depth_B)
+        gains = gains_BK[self._unbound_B].ravel()
         gains.sort()
-        slots = sum(counts) * self._survival_NBK.shape[2]
+        slots = int((choice_B[self._unbound_B] >= 0).sum()) * self._survival_NBK.shape[2]
         tokens = np.empty(slots + 1)
-        tokens[0] = batch
+        tokens[0] = batch + bound_tokens
         tokens[1:] = gains[::-1][:slots]
         tokens = tokens.cumsum()
-        rates = tokens / (draft + self._verify[: slots + 1])
+        rates = tokens / (draft + self._verify[bound_slots : bound_slots + slots + 1])
         if self._ratios is None:
             best = int(rates.argmax())
         else:
-            offered = batch + sum(rows * depth for rows, depth in zip(counts, self._depths, strict=True))
-            budgets = {slot_budget(ratio, batch_size=batch, offered=offered) - batch for ratio in self._ratios}
-            best = max(sorted(budgets), key=lambda slots: rates[slots])
+            least = batch + bound_slots
+            offered = least + int(depth_B[self._unbound_B].sum())
+            budgets = {max(slot_budget(ratio, batch_size=batch, offered=offered), least) for ratio in self._ratios}
+            best = max(sorted(budget - least for budget in budgets), key=lambda slots: rates[slots])
         return _Option(choice_B, float(tokens[best]), float(rates[best]))
+
+    def _bound_share(self, gains_BK: np.ndarray, depth_B: np.ndarray) -> tuple[float, int]:
+        """Expected tokens and slots of what is verified of bound rows, whatever it costs; see ``fixed_cut``."""
+        tokens, slots = 0.0, 0
+        for ratio, mask_B in self._bound.items():
+            rows, offered = int(mask_B.sum()), int(depth_B[mask_B].sum())
+            kept = slot_budget(ratio, batch_size=rows, offered=rows + offered) - rows
+            tokens += float(np.sort(gains_BK[mask_B].ravel())[::-1][:kept].sum())
+            slots += kept
+        return tokens, slots
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ from angelspec.core.calibration import Calibration, evidence
 from angelspec.core.estimates import Estimates, ProbeBudget
 from angelspec.core.step_costs import StepCosts
 from angelspec.core.workloads import Workload
+from angelspec.ops.dcut import slot_budget
 from angelspec.ops.step_plan import (
     CostCurves,
     DraftPlan,
@@ -172,7 +173,7 @@ class StepPlanner:
             nobody = (None,) * len(requests)
             return Step(tuple(requests), nobody, DraftPlan(nobody, float(len(requests)), None))
         rows = [
-            Row({name: self._estimates.survivals(request, name) for name in known.drafters}, known.forced)
+            Row({name: self._estimates.survivals(request, name) for name in known.drafters}, known.forced, known.ratio)
             for request, known in ((request, self._requests[request]) for request in requests)
         ]
         plan = plan_drafting(rows, costs=self._curves, ratios=self._ratios)
@@ -265,8 +266,10 @@ class StepPlanner:
             if without is None or planned is None or probing is None:
                 break
             affordable = _PROBE_SLOTS * rate * (probing - without) / price if price > 0 else float("inf")
-            owed = int(min(1 + max(affordable, 0.0), self._depths[name]))
-            forgone = self._worth(request, instead, price=price, owed=0) if instead is not None else 0.0
+            owed = self._bound(request, name)
+            if owed is None:
+                owed = int(min(1 + max(affordable, 0.0), self._depths[name]))
+            forgone = self._worth(request, instead, price=price) if instead is not None else 0.0
             cost = rate * (probing - planned) + forgone
             paid = max(cost - self._worth(request, name, price=price, owed=owed), 0.0)
             if not self._probes.affords(paid):
@@ -275,10 +278,16 @@ class StepPlanner:
             drafters[index], probes[index] = name, Probe(cost, paid, owed)
         return replace(step, drafters=tuple(drafters), probes=probes, slot_price=price)
 
-    def _worth(self, request: str, drafter: str, *, price: float, owed: int) -> float:
+    def _bound(self, request: str, drafter: str) -> int | None:
+        """Proposals of a draft that the request's own keep ratio has verified; None: it has none."""
+        ratio = self._requests[request].ratio
+        return None if ratio is None else slot_budget(ratio, batch_size=1, offered=self._depths[drafter] + 1) - 1
+
+    def _worth(self, request: str, drafter: str, *, price: float, owed: int = 0) -> float:
         """Expected tokens of a draft less the price of its verified slots."""
+        bound = self._bound(request, drafter)
         return sum(
             survival - price
             for k, survival in enumerate(self._estimates.survivals(request, drafter))
-            if k < owed or survival > price
+            if k < (owed if bound is None else bound) or (bound is None and survival > price)
         )

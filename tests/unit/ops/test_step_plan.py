@@ -71,6 +71,34 @@ def test_only_the_rows_that_are_worth_it_are_drafted_for():
     assert plan_drafting(rows, costs=_curves(slot=0.0002, block=(0.002, 0.02))).drafters == ("dfly",) * 3 + (None,) * 5
 
 
+def test_a_row_whose_cut_is_bound_is_planned_at_that_cut():
+    """Two proposals pay and five do not: with the cut off the step would be slower than plain decoding."""
+    survivals, costs = {"dfly": [0.9, 0.7, 0.0, 0.0, 0.0, 0.0, 0.0]}, _curves(slot=0.01)
+    assert plan_drafting([Row(survivals)] * 4, costs=costs).drafters == ("dfly",) * 4
+    assert plan_drafting([Row(survivals, ratio=1.0)] * 4, costs=costs).drafters == (None,) * 4
+    assert plan_drafting([Row(survivals, ratio=0.25)] * 4, costs=costs).drafters == ("dfly",) * 4
+
+
+@pytest.mark.parametrize("ratios", [None, RATIOS])
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 1.0])
+def test_what_is_foretold_of_bound_rows_is_what_the_cut_verifies(ratio, ratios):
+    """Bound and free rows mixed, all forced: tokens and seconds of phase 2 with the estimates as confidences."""
+    costs, chances = _curves(slot=0.004), [0.9, 0.5, 0.8, 0.3]
+    rows = [
+        Row({"dfly": [chance**k for k in range(1, 8)]}, forced=True, ratio=ratio if number % 2 else None)
+        for number, chance in enumerate(chances)
+    ]
+    plan = plan_drafting(rows, costs=costs, ratios=ratios)
+    acceptance, depths, owed = [[chance] * 7 for chance in chances], [7] * 4, [0] * 4
+    kept = fixed_cut([acceptance[i] for i in (1, 3)], depths=[7, 7], ratio=ratio)
+    for i, number in zip((1, 3), kept, strict=True):
+        acceptance[i], depths[i], owed[i] = acceptance[i][:number], number, number
+    seen = plan_verification(acceptance, depths=depths, drafted={"dfly": 4}, costs=costs, ratios=ratios, owed=owed)
+    assert plan.expected_tokens == pytest.approx(seen.expected_tokens, rel=1e-6)
+    slots = 4 + int(seen.kept_B.sum())
+    assert plan.seconds == pytest.approx(costs.seconds(4, drafted={"dfly": 4})(4, slots), rel=1e-6)
+
+
 def test_each_row_has_its_own_drafter():
     row = {"dfly": [0.9] * 7, "mtp": [0.2] * 3}
     other = {"dfly": [0.05] * 7, "mtp": [0.95] * 3}
