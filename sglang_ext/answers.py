@@ -49,7 +49,8 @@ class AnswerState:
     record: RequestRecord = field(default_factory=lambda: RequestRecord(why="", workload="chat", mode=None))
     positions: list[int] = field(default_factory=list)
     tokenizer: Any = None
-    _shown: int = 0
+    _received: int = 0
+    _waiting: list[int] = field(default_factory=list)
     _window: list[int] = field(default_factory=list)
 
     def add(self, entries: Sequence[Entry]) -> list[int]:
@@ -71,15 +72,17 @@ class AnswerState:
         self.positions += new
         return new
 
-    def pieces(self, output_ids: Sequence[int], *, incremental: bool) -> list[dict[str, Any]]:
-        """The texts of the tokens that were not shown yet, with their positions.
+    def receive(self, output_ids: Sequence[int], *, incremental: bool) -> None:
+        """Tokens that are to be shown: of the answer so far, with ``incremental`` only the new ones."""
+        new = list(output_ids) if incremental else list(output_ids[self._received :])
+        self._received += len(new)
+        self._waiting += new
 
-        Args:
-            output_ids: of the answer so far; with ``incremental`` only the new ones.
-        """
-        new = list(output_ids) if incremental else list(output_ids[self._shown :])
-        positions = self.positions[self._shown : self._shown + len(new)]
-        self._shown += len(new)
+    def pieces(self) -> list[dict[str, Any]]:
+        """The texts of the received tokens that were not shown yet, with their positions."""
+        new, self._waiting = self._waiting, []
+        first = self._received - len(new)
+        positions = self.positions[first : self._received]
         positions += [0] * (len(new) - len(positions))
         return [
             {"text": self._text(token), "position": position} for token, position in zip(new, positions, strict=True)

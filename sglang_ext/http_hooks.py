@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from angelspec.core.classifier import classify
@@ -24,6 +25,7 @@ def hooks() -> Mapping[str, Any]:
     return {
         f"{_MANAGER}generate_request": _generate_request,
         f"{_MANAGER}update_request_meta_info": _update_meta_info,
+        f"{_CHAT}_process_messages": _process_messages,
         f"{_CHAT}_convert_to_internal_request": _convert_chat,
         f"{_CHAT}_generate_stream_content": _stream_content,
     }
@@ -32,19 +34,28 @@ def hooks() -> Mapping[str, Any]:
 # ------------------------------------------------------------------------------------------------- requests
 
 
-def _convert_chat(original: Any, serving: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Label a chat by its messages and its template's arguments."""
-    adapted, processed = original(serving, request, *args, **kwargs)
+_rendered: ContextVar[Mapping[str, Any] | None] = ContextVar("angelspec_rendered", default=None)
+"""What is known of the chat that this task has rendered (arguments of ``complete_label``)."""
+
+
+def _process_messages(original: Any, serving: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Note a chat's workload, by its messages, and its mode, by what the template was given: SGLang moves the reasoning
+    effort out of the template's arguments, and has a default for some models."""
+    outcome = original(serving, request, *args, **kwargs)
     messages = [
         message.model_dump() if hasattr(message, "model_dump") else dict(message) for message in request.messages
     ]
+    effort = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
     family = mode_family(current_plan().bundle.target.mode_family)
-    label = _label(
-        request.custom_params,
-        workload=classify(messages).workload,
-        mode=family.mode_of(request.chat_template_kwargs or {}),
-        mode_known=True,
-    )
+    mode = family.mode_of({**effort, **(request.chat_template_kwargs or {})})
+    _rendered.set({"workload": classify(messages).workload, "mode": mode, "mode_known": True})
+    return outcome
+
+
+def _convert_chat(original: Any, serving: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Label a chat."""
+    adapted, processed = original(serving, request, *args, **kwargs)
+    label = _label(request.custom_params, **(_rendered.get() or {}))
     _attach(adapted, {**label, _PIECES: bool(request.stream and request.return_spec_tokens_details)})
     return adapted, processed
 
@@ -92,7 +103,7 @@ def _is_batch(input_ids: Any) -> bool:
 
 
 def _native_label(params: Mapping[str, Any] | None, prompt: str | None) -> dict[str, Any]:
-    return _label((params or {}).get("custom_params"), prompt=prompt)
+    return _label((params or {}).get("custom_params"), **(_rendered.get() or {"prompt": prompt}))
 
 
 def _label(custom_params: Any, **found: Any) -> dict[str, Any]:
@@ -158,13 +169,12 @@ async def _stream_content(original: Any, serving: Any, *args: Any, **kwargs: Any
     """Add metadata and the texts of tokens to the chunks of a chat that asked for them."""
     content = kwargs["content"]
     answer = content["meta_info"].pop(_STATE_KEY, None)
+    if answer is not None:
+        answer.receive(content["output_ids"], incremental=serving.tokenizer_manager.incremental_streaming_output)
     async for chunk in original(serving, *args, **kwargs):
         if answer is not None and chunk.startswith(_DATA):
             document = json.loads(chunk[len(_DATA) :])
-            pieces = answer.pieces(
-                content["output_ids"], incremental=serving.tokenizer_manager.incremental_streaming_output
-            )
-            document["angelspec"] = {"metadata": answer.metadata(), "pieces": pieces}
+            document["angelspec"] = {"metadata": answer.metadata(), "pieces": answer.pieces()}
             chunk = f"{_DATA}{json.dumps(document)}\n\n"
         yield chunk
 

@@ -62,12 +62,24 @@ def test_pieces_wait_for_whole_characters_and_add_up_to_the_text() -> None:
     ids = list(text.encode())
     answer = AnswerState(tokenizer=Bytes())
     answer.positions = [0, 1, 2, 0, 1, 0, 0]
-    first = answer.pieces(ids[:2], incremental=False)
-    rest = answer.pieces(ids, incremental=False)
+    answer.receive(ids[:2], incremental=False)
+    first = answer.pieces()
+    answer.receive(ids[:4], incremental=False)
+    answer.receive(ids, incremental=False)
+    rest = answer.pieces()
     assert [piece["text"] for piece in first] == ["a", ""]
     assert "".join(piece["text"] for piece in [*first, *rest]) == text
     assert [piece["position"] for piece in [*first, *rest]] == answer.positions
-    assert answer.pieces(ids, incremental=False) == []
+    assert answer.pieces() == []
+
+
+def test_pieces_of_new_tokens_alone_are_shown_once_whatever_the_number_of_chunks() -> None:
+    answer = AnswerState(tokenizer=Bytes())
+    answer.positions = [0, 1, 2, 0]
+    answer.receive(list(b"ab"), incremental=True)  # a content without a chunk
+    answer.receive(list(b"cd"), incremental=True)
+    shown = [*answer.pieces(), *answer.pieces()]
+    assert [(piece["text"], piece["position"]) for piece in shown] == [("a", 0), ("b", 1), ("c", 2), ("d", 0)]
 
 
 def test_counters_tell_mixed_and_cut_steps() -> None:

@@ -40,6 +40,14 @@ def test_layers_follow_one_another_and_features_are_shared(bundle: Bundle) -> No
     assert torch.equal(plan.tap_columns(dspark), torch.arange(size, 3 * size))
 
 
+def test_mtp_alone_has_a_layer_captured_that_sglang_hands_out(bundle: Bundle) -> None:
+    """Without captured layers SGLang's models keep no last hidden states, and the last layer is never handed out."""
+    plan = settings.place_drafters(bundle.model_copy(update={"drafters": bundle.drafters[:1]}))
+    assert [place.drafter.name for place in plan.places] == ["mtp"]
+    assert plan.layer_ids == (0,)
+    assert plan.tap_columns(plan.places[0]) is None
+
+
 def test_the_folder_describes_the_whole_model(bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ANGELSPEC_CACHE", str(tmp_path / "cache"))
     plan = settings.place_drafters(bundle)
