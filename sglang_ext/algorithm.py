@@ -7,16 +7,18 @@ is not said otherwise here is answered by DSPARK's own member.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
-from angelspec.core.engine import ALGORITHM, RAGGED_BACKENDS
+from angelspec.core.engine import ALGORITHM, RAGGED_BACKENDS, RUNNING_REQUESTS
 from angelspec.core.errors import AngelspecError
 from sglang_ext.compat import CustomSpecAlgo, SpeculativeAlgorithm
 from sglang_ext.engine_hooks import check_applied
-from sglang_ext.settings import current_plan, draft_folder
+from sglang_ext.settings import check_contents, current_plan, draft_folder
 
 
 class UnsupportedError(AngelspecError):
@@ -53,6 +55,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
 """Field of the server's arguments to the value that is needed, and what any other means."""
 
 
+_POST_CAPTURE = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
+
+
 class AngelSpecAlgorithm(CustomSpecAlgo):
     """Answers as DSPARK, takes its depth from the bundle, and refuses by name what it can't be combined with."""
 
@@ -64,8 +69,13 @@ class AngelSpecAlgorithm(CustomSpecAlgo):
             BundleError: no bundle, or a wrong one.
         """
         refuse_unsupported(server_args)
+        if os.environ.get(_POST_CAPTURE, "").lower() in ("1", "true", "yes"):
+            raise UnsupportedError(
+                f"{_POST_CAPTURE}: the pools are not whole yet when the costs of a step are measured", mend="unset it"
+            )
         check_applied()
         plan = current_plan()
+        check_contents(plan, Path(server_args.model_path))
         folder = draft_folder(plan, ranks=server_args.tp_size, dtype=target_dtype(server_args))
         server_args.speculative_draft_model_path = str(folder)
         if server_args.attention_backend == "trtllm_mha" and not server_args.speculative_draft_attention_backend:
@@ -74,7 +84,7 @@ class AngelSpecAlgorithm(CustomSpecAlgo):
         server_args.speculative_eagle_topk = 1
         server_args.speculative_num_draft_tokens = plan.depth + 1
         if server_args.max_running_requests is None:
-            server_args.max_running_requests = 16 if str(server_args.device) == "cpu" else 48
+            server_args.max_running_requests = RUNNING_REQUESTS["cpu" if str(server_args.device) == "cpu" else "cuda"]
 
     def supports_prefill_shared_read_done(self) -> bool:
         """No: after the target's prefill, entries are still placed by the table of slots."""

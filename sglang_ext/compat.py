@@ -27,7 +27,6 @@ INTERNALS: Mapping[str, str] = {
     "CustomSpecAlgo": f"{_SRT}speculative.spec_registry",
     "DSparkWorkerV2": f"{_DSPARK}dspark_worker_v2",
     "alloc_verify_window": f"{_DSPARK}dspark_planner",
-    "build_ragged_verify_window": "sglang.kernels.ops.speculative.dspark.dspark_verify_window",
     "RaggedVerifyLayout": f"{_SRT}speculative.ragged_verify",
     "DFlashVerifyInput": f"{_SRT}speculative.dflash_info",
     "DFlashDraftInputV2": f"{_SRT}speculative.dflash_info_v2",
@@ -46,7 +45,6 @@ INTERNALS: Mapping[str, str] = {
     "KVWriteLoc": f"{_SRT}mem_cache.memory_pool",
     "get_parallel": f"{_SRT}runtime_context",
     "get_schedule": f"{_SRT}runtime_context",
-    "get_spec": f"{_SRT}runtime_context",
     "LogitsProcessorOutput": f"{_SRT}layers.logits_processor",
     "mambaish_config": f"{_SRT}configs.hybrid_arch",
     "UpdateRejected": f"{_SRT}managers.scheduler_components.internal_state",
@@ -68,9 +66,24 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
     f"{_DSPARK}dspark_planner:alloc_verify_window": (
         "batch", "bs", "device", "verify_num_draft_tokens", "block_pos_offsets", "model_runner", "seq_lens_cpu",
     ),
-    "sglang.kernels.ops.speculative.dspark.dspark_verify_window:build_ragged_verify_window": (
-        "batch", "layout", "draft_block_ids", "draft_tokens", "bs", "device", "verify_num_draft_tokens", "model_runner",
+    f"{_SRT}speculative.ragged_verify:RaggedVerifyLayout.from_verify_lens": ("verify_lens_cpu", "device", "grid"),
+    f"{_SRT}speculative.ragged_verify:RaggedVerifyLayout._assemble_device": (
+        "verify_lens", "graph_num_tokens", "verify_lens_cpu", "total_verify_tokens",
     ),
+    f"{_DSPARK}dspark_worker_v2:DSparkWorkerV2._decode_idle_result": ("on_publish",),
+    f"{_DSPARK}dspark_worker_v2:DSparkWorkerV2.last_shared_read_runner": (),
+    f"{_DSPARK}dspark_verify:TargetVerifyExecutor._run_ragged": (
+        "batch", "layout", "ragged_window", "sampling_info", "kv_loc_plan",
+    ),
+    f"{_SRT}mem_cache.kv_index_translator:KVIndexTranslator.plan_uniform_extend": (
+        "req_pool_indices", "seq_lens", "seq_lens_cpu", "width",
+    ),
+    f"{_SRT}model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner.can_run_graph": ("forward_batch",),
+    f"{_SRT}model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner.load_batch": ("forward_batch",),
+    f"{_SRT}layers.sampler:Sampler.forward": (
+        "logits_output", "sampling_info", "return_logprob", "top_logprobs_nums", "token_ids_logprobs", "positions",
+    ),
+    f"{_SRT}entrypoints.openai.serving_chat:OpenAIServingChat._process_messages": ("request",),
     f"{_SRT}managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor._resolve_spec_v2_tokens":
         ("result", "batch"),
     f"{_SRT}managers.scheduler_components.internal_state:SchedulerInternalStateController._update_handlers": (),

@@ -27,6 +27,7 @@ from angelspec.core.geometry import TargetGeometry
 from angelspec.core.locations import cache_folder
 from angelspec.drafters.config_dialects import read_config
 from angelspec.drafters.problem import Findings
+from angelspec.targets.sources import content_digest
 
 ARCHITECTURE = "AngelSpecDrafters"
 """The draft model that holds every drafter."""
@@ -131,6 +132,24 @@ def check_target(plan: EnginePlan, geometry: TargetGeometry) -> None:
     ]
     if wrong:
         raise BundleError("\n".join(wrong), mend="serve each drafter with the target that it was trained for")
+
+
+def check_contents(plan: EnginePlan, target: Path) -> None:
+    """Raises BundleError, naming every folder whose content is not what the bundle was made for, where it says so.
+
+    Args:
+        plan: what is served.
+        target: its folder; one that is not there (a hub's name) is not checked.
+    """
+    models = [("the target", plan.bundle.target.digest, target)]
+    models += [(f"drafter '{place.drafter.name}'", place.drafter.digest, place.folder) for place in plan.places]
+    wrong = [
+        f"{name}: the content of {folder} is {found[:16]}, the bundle was made for {digest[:16]}"
+        for name, digest, folder in models
+        if digest is not None and folder.is_dir() and (found := content_digest(folder)) != digest
+    ]
+    if wrong:
+        raise BundleError("\n".join(wrong), mend="create the bundle again: angelspec bundle create")
 
 
 def _read(drafter: BundleDrafter) -> BlockDrafterConfig | MtpDrafterConfig:

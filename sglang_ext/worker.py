@@ -22,6 +22,7 @@ from torch import Tensor
 
 from angelspec.core.bundle import PLAIN
 from angelspec.core.calibration import Calibration
+from angelspec.core.engine import WAITING_STATES
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.step_costs import StepCosts
 from angelspec.ops.step_plan import DraftPlan
@@ -47,8 +48,6 @@ from sglang_ext.transfer import on_device
 from sglang_ext.verification import add_logprobs, adjust_logits, verify
 
 logger = logging.getLogger(__name__)
-_WAITING = 32
-"""Tokens that may wait for their entries beyond one verification."""
 _LOOK_EVERY = 16
 """Steps between two looks at whether costs have drifted."""
 _PAUSE = 20.0
@@ -145,7 +144,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             runner, config = self.draft_model_runner, self.plan.places[0].config
             pending = PendingStates(
                 runner.req_to_token_pool.req_to_token.shape[0],
-                capacity=self._width + _WAITING,
+                capacity=self._width + WAITING_STATES,
                 tap_width=len(self.plan.layer_ids) * config.target_hidden_size,
                 hidden_size=config.target_hidden_size,
                 drafters=[place.drafter.name for place in self.plan.places],

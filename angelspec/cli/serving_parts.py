@@ -20,7 +20,7 @@ from angelspec.serving.resolving import Examined, FoundDrafter, FoundTarget, Par
 
 def parts() -> Parts:
     """The real ones."""
-    return Parts(find_target=find_target, find_drafter=find_drafter, examine=examine, digest=target_digest)
+    return Parts(find_target=find_target, find_drafter=find_drafter, examine=examine, digest=model_digest)
 
 
 def shown_plan(
@@ -130,8 +130,8 @@ def examine(found: FoundDrafter, geometry: TargetGeometry) -> Examined:
     )
 
 
-def target_digest(folder: Path, chat_template: str | None) -> str:
-    """Content hash of a target, with the chat template that replaces its own."""
+def model_digest(folder: Path, chat_template: str | None) -> str:
+    """Content hash of a target or a drafter, with the chat template that replaces its own."""
     from angelspec.targets.sources import content_digest
 
     template = Path(chat_template).expanduser() if chat_template is not None else None

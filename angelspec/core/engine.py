@@ -20,6 +20,10 @@ CPU_PLATFORM = "angelspec_cpu"
 """Name of the CPU platform's entry point, and the value of ``PLATFORM_VARIABLE`` that chooses it."""
 CPU_BACKEND = "torch_native"
 """The only attention backend of the CPU platform; SGLang's own of that name is replaced."""
+RUNNING_REQUESTS: Mapping[str, int] = {"cpu": 16, "cuda": 256}
+"""Most requests that run at a time where nothing is said, by device: each has rows of the drafters' states."""
+WAITING_STATES = 32
+"""Tokens of a request whose target states may wait for their drafters' entries, beyond one verification."""
 SPECULATION_SWITCH = "angelspec_speculation"
 """Key of ``/set_internal_state``: 1 is on, 0 is off (SGLang takes numbers alone)."""
 

@@ -68,14 +68,15 @@ class Client:
         url: such as ``http://127.0.0.1:30000``.
         api_key: of the server, if it has one.
         timeout: seconds without a byte after which a request counts as lost.
+        verify: whether an https server's certificate must be for this address.
 
     Raises:
         ServingError: ``url`` is no address.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 600.0) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 600.0, verify: bool = True) -> None:
         self.url = without_login(url.rstrip("/"))
-        self.http = httpx.Client(**http_settings(url, api_key=api_key, timeout=timeout, connections=None))
+        self.http = httpx.Client(**http_settings(url, api_key=api_key, timeout=timeout, verify=verify))
 
     def __enter__(self) -> Self:
         return self

@@ -35,7 +35,9 @@ def without_login(text: str) -> str:
     return _LOGIN.sub("", text)
 
 
-def http_settings(url: str, *, api_key: str | None, timeout: float, connections: int | None) -> dict[str, Any]:
+def http_settings(
+    url: str, *, api_key: str | None, timeout: float, connections: int | None = None, verify: bool = True
+) -> dict[str, Any]:
     """Arguments of an httpx client of the server; ``ServingError`` where the url is no address."""
     if not is_address(url):
         raise ServingError(f"{without_login(url)} is no address of a server", mend="write it as http://HOST:PORT")
@@ -47,6 +49,7 @@ def http_settings(url: str, *, api_key: str | None, timeout: float, connections:
     return {
         "base_url": url.rstrip("/"),
         "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
+        "verify": verify,
         "timeout": httpx.Timeout(timeout, connect=CONNECT_SECONDS),
         "limits": httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
         "trust_env": not local,  # a proxy of the environment must not stand before a local server

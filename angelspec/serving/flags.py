@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from angelspec.core.engine import CPU_BACKEND, RAGGED_BACKENDS
+from angelspec.core.engine import CPU_BACKEND, RAGGED_BACKENDS, RUNNING_REQUESTS
 from angelspec.serving.failures import ServingError
 
 Device = str
@@ -36,6 +36,11 @@ _REFUSED: Mapping[str, str] = {
     "--enable-custom-logit-processor": "its changes would not reach the positions of a draft",
     "--enable-return-hidden-states": "the hidden states of a verification are the drafters'",
     "--decoupled-spec": "drafting and verification must run in one engine",
+    "--enable-hisparse": "HiSparse does not hold the drafters' state",
+    "--enable-two-batch-overlap": "a forward verifies the whole batch",
+    "--enable-pdmux": "prefill and decoding must take turns: the drafters' state is made by prefill",
+    "--grpc-mode": "requests are labelled by the HTTP server",
+    "--smg-grpc-mode": "requests are labelled by the HTTP server",
     "--encoder-only": "prefill and decoding must run in one engine: the drafters' state is made by prefill",
     "--speculative": "the extension sets speculation up by itself, from the bundle",
     "--model-path": "the target comes from --target or the bundle",
@@ -56,6 +61,7 @@ _ONE: Mapping[tuple[str, ...], str] = {
     ("--pp-size", "--pipeline-parallel-size"): "speculation needs all layers in one stage",
     ("--attn-cp-size", "--attention-context-parallel-size"): "the drafters are not sharded over ranks",
     ("--dcp-size", "--decode-context-parallel-size"): "the drafters are not sharded over ranks",
+    ("--tokenizer-worker-num",): "SGLang loads no plugin in further HTTP workers, so they would not label requests",
 }
 """Sizes that must be 1, by their names, and why."""
 TENSOR_PARALLEL = ("--tp-size", "--tensor-parallel-size", "--tp")
@@ -173,14 +179,17 @@ def default_flags(
             "--device": "cpu",
             "--attention-backend": CPU_BACKEND,
             "--dtype": "float32",
-            "--max-running-requests": "16",
+            "--max-running-requests": str(RUNNING_REQUESTS["cpu"]),
             "--max-total-tokens": str(max_total_tokens),
             # of all memory, other processes' share included: --max-total-tokens is what bounds the pool
             "--mem-fraction-static": "0.8",
             "--disable-cuda-graph": None,
         }
     else:
-        defaults = {"--attention-backend": _gpu_backend(capability)}
+        defaults = {
+            "--attention-backend": _gpu_backend(capability),
+            "--max-running-requests": str(RUNNING_REQUESTS["cuda"]),
+        }
         if not RAGGED_BACKENDS[flag_value(flags, *_BACKENDS) or _gpu_backend(capability)].graphs:
             defaults["--disable-cuda-graph"] = None
     return {name: value for name, value in defaults.items() if not is_given(flags, name)}
@@ -188,7 +197,7 @@ def default_flags(
 
 def _gpu_backend(capability: tuple[int, int] | None) -> str:
     major = capability[0] if capability else 0
-    return "fa3" if major == 9 else "trtllm_mha" if major == 10 else "flashinfer"
+    return "fa3" if major in (8, 9) else "trtllm_mha" if major == 10 else "flashinfer"
 
 
 def kv_bytes(flags: Sequence[Flag], *, model_dtype: str) -> float | None:

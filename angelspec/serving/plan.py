@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from angelspec.core.byte_sizes import byte_size
-from angelspec.core.engine import ALGORITHM, BUNDLE_VARIABLE, CPU_PLATFORM, PLATFORM_VARIABLE
+from angelspec.core.engine import ALGORITHM, BUNDLE_VARIABLE, CPU_PLATFORM, PLATFORM_VARIABLE, WAITING_STATES
 from angelspec.core.errors import BundleError
 from angelspec.core.modes import mode_family
 from angelspec.serving.flags import (
@@ -52,6 +52,8 @@ class Memory:
     """Keys and values of each drafter's layers, per token of the pool."""
     pool_tokens: int | None
     """None: SGLang decides by the memory that is free."""
+    waiting_states: int | None
+    """Target states that wait for their drafters' entries, of all requests that may run at a time."""
 
     @property
     def draft_pool_bytes_per_token(self) -> int | None:
@@ -80,7 +82,8 @@ class ServePlan:
     def url(self) -> str:
         """Where the server answers, as seen from this machine."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        scheme = "https" if is_given(self.flags, "--ssl-certfile") else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     @property
     def command(self) -> list[str]:
@@ -165,6 +168,7 @@ def make_plan(
         target_bytes_per_token=_bytes(target_kv, kv),
         draft_bytes_per_token={name: _bytes(count, kv) for name, count in numbers.items()},
         pool_tokens=int(tokens) if tokens and tokens.isdigit() else None,
+        waiting_states=_bytes(_waiting_numbers(resolved.drafters, flags), weight),
     )
     return ServePlan(
         resolved=resolved,
@@ -177,6 +181,16 @@ def make_plan(
         memory=memory,
         notes=tuple(_notes(resolved, flags, defaults)),
     )
+
+
+def _waiting_numbers(drafters: Sequence[ResolvedDrafter], flags: Sequence[Flag]) -> int:
+    """Numbers of the states that all running requests may have waiting; see ``sglang_ext.pending``."""
+    tapped = {layer for drafter in drafters for layer in drafter.config.target_layer_ids} or {0}
+    deepest = max((drafter.entry.depth for drafter in drafters), default=0)
+    hidden = max((drafter.config.target_hidden_size for drafter in drafters), default=0)
+    running = flag_value(flags, "--max-running-requests")
+    requests = int(running) if running and running.isdigit() else 0
+    return requests * (deepest + 1 + WAITING_STATES) * (len(tapped) + 1) * hidden
 
 
 def _bytes(count: int, each: float | None) -> int | None:
@@ -224,7 +238,9 @@ def _notes(resolved: ResolvedBundle, flags: Sequence[Flag], defaults: Mapping[st
             f"target's embedding and head (up to {byte_size(copies, unknown='a size that is not known')})"
         )
     if defaults.get("--attention-backend") == "flashinfer":
-        notes.append("flashinfer verifies rows of different widths without CUDA graphs only; fa3 (H100, H200) has them")
+        notes.append(
+            "flashinfer verifies rows of different widths without CUDA graphs only; fa3 (A100 to H200) has them"
+        )
     for drafter in resolved.drafters:
         if not any(item.drafter == drafter.entry.name for item in resolved.bundle.acceptance):
             notes.append(

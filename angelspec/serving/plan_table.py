@@ -89,6 +89,7 @@ def _plan_facts(plan: ServePlan) -> list[tuple[str, str]]:
         ("engine", f"SGLang {plan.engine_version} with {len(plan.resolved.drafters)} drafter(s) in one process"),
         ("hardware", f"{plan.hardware.device}: {plan.hardware.description}"),
         ("extra pools", pool),
+        ("waiting states", f"{byte_size(memory.waiting_states, unknown='not estimated')} for all running requests"),
         ("D-cut", "step by step" if cut.ratio is None else "off" if cut.ratio == 1 else f"ratio {cut.ratio:g}"),
         ("flags", shlex.join(word for flag in plan.flags for word in flag.shown) or "none"),
         ("address", plan.url),

@@ -69,7 +69,7 @@ class Parts:
     find_drafter: Callable[[str], FoundDrafter]
     examine: Callable[[FoundDrafter, TargetGeometry], Examined]
     digest: Callable[[Path, str | None], str]
-    """Content hash of a target's folder, and of the chat template's file that replaces its own."""
+    """Content hash of a model's folder, and of the chat template's file that replaces its own."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def compose_bundle(
         examined = _examined(source, found, resolved, found_target, parts)
         said = _source(source, relative_to)
         entry, acceptance = _entry(source, found, examined, label=label or "", said=said, taken=entries)
-        entries.append(entry)
+        entries.append(entry.model_copy(update={"digest": parts.digest(found.folder, None)}))
         measured += acceptance
         if examined.manifest is not None:
             families.add(examined.manifest.target.mode_family)
@@ -186,12 +186,13 @@ def resolve_bundle(bundle: Bundle, *, parts: Parts) -> ResolvedBundle:
         found = parts.find_drafter(entry.source)
         try:
             examined = _examined(entry.name, found, target, found_target, parts)
-            _check_entry(entry, found, examined)
+            digest = parts.digest(found.folder, None)
+            _check_entry(entry, found, examined, digest=digest)
         except BundleError as error:
             problems.append(error.message)
             continue
         assert examined.config is not None, "an examined drafter without problems has a configuration"
-        located = entry.model_copy(update={"source": str(found.folder.resolve())})
+        located = entry.model_copy(update={"source": str(found.folder.resolve()), "digest": digest})
         notes = list(examined.notes)
         if examined.manifest is None:
             notes.append("no manifest: that it was trained for this very target can't be checked")
@@ -288,12 +289,17 @@ def _free_name(wanted: str, mode: Mode, taken: Sequence[str]) -> str:
     return next(option for option in options if option not in taken)
 
 
-def _check_entry(entry: BundleDrafter, found: FoundDrafter, examined: Examined) -> None:
+def _check_entry(entry: BundleDrafter, found: FoundDrafter, examined: Examined, *, digest: str) -> None:
     """What a bundle says of a drafter against what its files say."""
     config = examined.config
     assert config is not None, "an examined drafter without problems has a configuration"
     known_mode = examined.manifest.mode if examined.manifest is not None else found.mode
     wrong = []
+    if entry.digest not in (None, digest):
+        wrong.append(
+            f"its content is {digest[:16]}, the bundle was made for {entry.digest[:16]}: create the bundle again, or "
+            "leave its digest out"
+        )
     if entry.family != config.family:
         wrong.append(f"family is {config.family}, not {entry.family}")
     if known_mode not in (None, entry.mode):

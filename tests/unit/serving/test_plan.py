@@ -110,7 +110,7 @@ def test_a_cpu_server_gets_modest_defaults_and_the_users_flags_win(tmp_path):
 
 @pytest.mark.parametrize(
     ("capability", "backend", "eager"),
-    [((9, 0), "fa3", False), ((10, 0), "trtllm_mha", False), ((8, 0), "flashinfer", True)],
+    [((9, 0), "fa3", False), ((10, 0), "trtllm_mha", False), ((8, 6), "fa3", False), ((12, 0), "flashinfer", True)],
 )
 def test_a_gpu_server_gets_a_backend_that_verifies_ragged_rows(tmp_path, capability, backend, eager):
     hardware = type(GPU)("cuda", "GPU", capability)
@@ -119,6 +119,26 @@ def test_a_gpu_server_gets_a_backend_that_verifies_ragged_rows(tmp_path, capabil
     assert ("--disable-cuda-graph" in plan.command) == eager
     assert "SGLANG_PLATFORM" not in plan.environment("b")
     assert plan.memory.pool_tokens is None
+    assert flag_value(plan.flags, "--max-running-requests") == "256"
+
+
+def test_states_that_wait_for_entries_are_in_the_estimate(tmp_path):
+    plan = plan_of(resolved_bundle(tmp_path), arguments=["--max-running-requests", "3", "--dtype", "bfloat16"])
+    config = serving_builders.DFLY
+    per_token = (len(config.target_layer_ids) + 1) * config.target_hidden_size * 2
+    assert plan.memory.waiting_states == 3 * (7 + 1 + 32) * per_token
+
+
+@pytest.mark.parametrize("flag", ["--tokenizer-worker-num", "--grpc-mode", "--enable-lmcache"])
+def test_what_would_go_unlabelled_or_unasked_is_refused(flag):
+    with pytest.raises(ServingError, match=flag):
+        check_flags(parse_flags([flag, "2"]), device="cuda")
+
+
+def test_a_server_with_a_certificate_is_asked_by_https(tmp_path):
+    assert plan_of(resolved_bundle(tmp_path)).url == "http://127.0.0.1:30000"
+    certified = plan_of(resolved_bundle(tmp_path), arguments=["--ssl-certfile", "c.pem", "--ssl-keyfile", "k.pem"])
+    assert certified.url == "https://127.0.0.1:30000"
 
 
 def test_flashinfer_runs_eagerly_and_the_device_can_be_chosen(tmp_path):
@@ -260,14 +280,19 @@ def test_a_bundle_that_says_otherwise_than_its_drafters_is_refused(tmp_path):
             "target": good.target.model_copy(update={"digest": "e" * 64}),
             "drafters": (
                 good.drafters[0].model_copy(update={"mode": "high-think", "depth": 5}),
-                good.drafters[1].model_copy(update={"family": "mtp"}),
+                good.drafters[1].model_copy(update={"family": "mtp", "digest": "c" * 64}),
             ),
         }
     )
     with pytest.raises(BundleError) as refused:
         resolve_bundle(wrong, parts=parts)
-    for words in ("the bundle was made for eeee", "trained for no-think, not for high-think",
-                  "proposes 3 tokens, not 5", "family is block, not mtp"):  # fmt: skip
+    for words in (
+        "the bundle was made for eeee",
+        "trained for no-think, not for high-think",
+        "proposes 3 tokens, not 5",
+        "family is block, not mtp",
+        "content is dddddddddddddddd, the bundle was made for cccc",
+    ):
         assert words in refused.value.message
 
 

@@ -120,6 +120,24 @@ def test_another_target_is_named(bundle: Bundle) -> None:
         settings.check_target(plan, GEOMETRY.model_copy(update={"num_layers": 2}))
 
 
+def test_contents_that_changed_since_the_bundle_was_made_are_named(bundle: Bundle, tmp_path: Path) -> None:
+    plan = settings.place_drafters(bundle)
+    settings.check_contents(plan, tmp_path / "not-here")  # the bundle says nothing of contents
+    drafters = [
+        drafter.model_copy(update={"digest": settings.content_digest(Path(drafter.source))})
+        for drafter in bundle.drafters
+    ]
+    target = bundle.target.model_copy(update={"digest": "e" * 64})
+    plan = settings.place_drafters(bundle.model_copy(update={"drafters": tuple(drafters), "target": target}))
+    settings.check_contents(plan, tmp_path / "not-here")
+    config = plan.places[0].folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "note": "another"}))
+    with pytest.raises(BundleError) as refused:
+        settings.check_contents(plan, plan.places[1].folder)  # any folder that is not the target
+    assert "drafter 'mtp'" in refused.value.message and "dfly" not in refused.value.message
+    assert "the target: the content of" in refused.value.message and "made for eeee" in refused.value.message
+
+
 def test_mtp_may_stop_earlier_but_not_go_deeper(bundle: Bundle) -> None:
     assert settings.place_drafters(changed(bundle, "mtp", depth=2)).depth == 7
     with pytest.raises(BundleError, match="'mtp' is mtp of depth 4"):
