@@ -20,12 +20,14 @@ class StepReport:
     verified: Sequence[int]
     """Proposals per row."""
     committed: Sequence[int]
+    graphed: bool = False
+    """Whether the verification ran from a CUDA graph."""
 
     def without(self, rows: Container[int]) -> StepReport:
         """The same without some rows."""
         left = [row for row in range(len(self.routes)) if row not in rows]
         parts = (self.routes, self.drafted, self.verified, self.committed)
-        return StepReport(*([part[row] for row in left] for part in parts))
+        return StepReport(*([part[row] for row in left] for part in parts), graphed=self.graphed)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Counters:
     """Steps with more than one route."""
     cut_steps: int = 0
     """Steps in which some drafted proposal was not verified."""
+    graphed_steps: int = 0
+    """Steps whose verification ran from a CUDA graph."""
     draft_seconds: float = 0.0
     plan_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -81,6 +85,7 @@ class Counters:
         self.speculative_steps += routes != {None}
         self.mixed_steps += len(routes) > 1
         self.cut_steps += any(kept < number for kept, number in zip(report.verified, report.drafted, strict=True))
+        self.graphed_steps += report.graphed
         rows = len(report.routes)
         self.drafted_slots += rows + sum(report.drafted)
         self.verified_slots += rows + sum(report.verified)

@@ -25,9 +25,9 @@ from angelspec.core.files import write_json_atomic
 from angelspec.core.fingerprint import fingerprint
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.locations import cache_folder
+from angelspec.core.model_content import content_digest
 from angelspec.drafters.config_dialects import read_config
 from angelspec.drafters.problem import Findings
-from angelspec.targets.sources import content_digest
 
 ARCHITECTURE = "AngelSpecDrafters"
 """The draft model that holds every drafter."""

@@ -120,7 +120,22 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             sizes = graph_sizes(int(compat.get_schedule().max_running_requests or 1))
             self._ready().model.record_choices(sizes, record=cuda_recorder())
         self.use_costs(find_costs(self.plan, self, self._ready()))
+        if self.ranks.is_first:
+            logger.info("angelspec: %s", self._active())
         return outcome
+
+    def _active(self) -> str:
+        """What is active, in a line."""
+        bundle, plain = self.plan.bundle, self.costs.seconds(1, drafted={}, slots=1)
+        drafters = [
+            f"{place.drafter.name} ({place.drafter.algorithm or place.drafter.family}, {place.drafter.mode}, "
+            f"{place.drafter.depth} proposals)"
+            for place in self.plan.places
+        ]
+        ratio = bundle.dcut.ratio
+        cut = "D-cut step by step" if ratio is None else f"keep ratio {ratio:g}"
+        lone = "" if plain is None else f"; a plain step of one request takes {1e3 * plain:.1f} ms"
+        return f"drafters {', '.join(drafters)}; {cut}; {len(bundle.routes)} fixed routes, the others by load{lone}"
 
     def use_costs(self, costs: StepCosts | None) -> None:
         """Plan by these costs from now on; None: by none, so that only rows whose request names a drafter draft."""
@@ -326,7 +341,11 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             new_seq_lens=new_lengths_B,
         )
         result.angelspec_step = StepReport(
-            routes=step.drafters, drafted=[len(one) for one in confidences], verified=kept, committed=committed
+            routes=step.drafters,
+            drafted=[len(one) for one in confidences],
+            verified=kept,
+            committed=committed,
+            graphed=bool(seen.graphed),
         )
         self._outcome = Outcome(step, rows, result.angelspec_step, outputs)
         before, self._step_ended = self._step_ended, (verify_end, step.requests)

@@ -1,8 +1,9 @@
 """Runs one SGLang engine in a process of its own and prints what it answered: ``python -m tests.engine_driver JOB``.
 
 The job is a JSON file: {"engine": arguments of sglang.Engine, "waves": [[request, ..], ..], "out": path}. A request is
-{"rid", "ids", "params"}; with "stream" it is streamed, with "abort_after" streamed and aborted after so many seconds.
-Waves run one after another, the requests of a wave together.
+{"rid", "ids", "params"}; with "stream" it is streamed, with "abort_after" streamed and aborted after so many seconds;
+"top_logprobs" asks for so many of each token. Waves run one after another, the requests of a wave together. Told are
+the answers, the seconds of every wave, the extension's state after each and at the end, and the GPU memory in use.
 """
 
 from __future__ import annotations
@@ -22,16 +23,27 @@ def main() -> None:
 
     engine = sglang.Engine(**job["engine"])
     answers: dict[str, Any] = {}
-    seconds = []
+    seconds, states = [], []
     for wave in job["waves"]:
         began = time.perf_counter()
         engine.loop.run_until_complete(_wave(engine, wave, answers))
         seconds.append(time.perf_counter() - began)
+        states.append(engine.get_server_info()["internal_states"][0].get("angelspec"))
         if job.get("flush"):
             engine.flush_cache()
-    state = engine.get_server_info()["internal_states"][0].get("angelspec")
-    Path(job["out"]).write_text(json.dumps({"answers": answers, "seconds": seconds, "state": state}), encoding="utf-8")
+    told = {"answers": answers, "seconds": seconds, "states": states, "state": states[-1], "gpu_bytes": _gpu_bytes()}
+    Path(job["out"]).write_text(json.dumps(told), encoding="utf-8")
     engine.shutdown()
+
+
+def _gpu_bytes() -> int | None:
+    """Of the first GPU, by all processes; None: there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, whole = torch.cuda.mem_get_info()
+    return whole - free
 
 
 async def _wave(engine: Any, wave: list[dict[str, Any]], answers: dict[str, Any]) -> None:
@@ -40,7 +52,8 @@ async def _wave(engine: Any, wave: list[dict[str, Any]], answers: dict[str, Any]
 
 async def _one(engine: Any, request: dict[str, Any], answers: dict[str, Any]) -> None:
     call = {"input_ids": request["ids"], "sampling_params": request["params"], "rid": request["rid"]}
-    call["return_logprob"] = request.get("logprobs", False)
+    call["return_logprob"] = request.get("logprobs", False) or "top_logprobs" in request
+    call["top_logprobs_num"] = request.get("top_logprobs", 0)
     if request.get("stream"):
         async for answer in await engine.async_generate(**call, stream=True):
             pieces = answers.setdefault(request["rid"], {"pieces": 0})["pieces"]

@@ -189,7 +189,11 @@ def length_command(
     show_default=True,
     help="Windows per cell; the order of the choices is rotated between them.",
 )
-@click.option("--mode", type=click.Choice(["no-think", "high-think"]), help="Thinking mode (default: the template's).")
+@click.option(
+    "--mode",
+    type=click.Choice(["no-think", "high-think"]),
+    help="Thinking mode (default: the drafters', where they share one, else the template's).",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts' order and of every request.")
 @click.option(
     "--minimum-seconds",

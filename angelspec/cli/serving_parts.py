@@ -132,7 +132,7 @@ def examine(found: FoundDrafter, geometry: TargetGeometry) -> Examined:
 
 def model_digest(folder: Path, chat_template: str | None) -> str:
     """Content hash of a target or a drafter, with the chat template that replaces its own."""
-    from angelspec.targets.sources import content_digest
+    from angelspec.core.model_content import content_digest
 
     template = Path(chat_template).expanduser() if chat_template is not None else None
     extra = template.read_text(encoding="utf-8") if template is not None and template.is_file() else None

@@ -184,6 +184,7 @@ async def _run(
         info = await client.server_info()
         other = await control.server_info() if control_url is not None else None
         _check_servers(info, other, url=url, control_url=control_url)
+        settings = settings.model_copy(update={"mode": settings.mode or _shared_mode(info)})
         arguments = _template_arguments(info, settings.mode)
         for choice in choices:
             await _try(client, choice, arguments)
@@ -298,6 +299,12 @@ def _check_servers(info: ServerInfo, other: ServerInfo | None, *, url: str, cont
         )
     if other.model.rstrip("/") != info.model.rstrip("/"):
         raise ServingError(f"{control_url} serves {other.model}, {url} serves {info.model}", mend="serve one target")
+
+
+def _shared_mode(info: ServerInfo) -> str | None:
+    """The mode of all drafters; None: they have several."""
+    modes = {drafter.mode for drafter in info.engine.drafters} if info.engine is not None else set()
+    return next(iter(modes)) if len(modes) == 1 else None
 
 
 def _template_arguments(info: ServerInfo, mode: str | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from filelock import FileLock
 
 from angelspec.core.errors import HubError, MissingRequirement, TargetError, suggest
 from angelspec.core.files import read_json, write_json_atomic
-from angelspec.core.fingerprint import file_sha256, fingerprint
 from angelspec.core.locations import cache_folder
+from angelspec.core.model_content import content_digest, weight_files
 from angelspec.core.network import transport_errors
 from angelspec.core.repositories import HUBS, Repository, names_a_hub
 
@@ -39,10 +39,6 @@ _ALLOWED_FILES = (
 )  # fmt: skip
 _CODE_FILES = ("*.py",)
 _LFS_MARK = b"version https://git-lfs"
-_DIGESTED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-             "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-             "chat_template.json")  # fmt: skip
-
 Progress = Callable[[str], None]
 
 
@@ -156,7 +152,7 @@ def folder_problems(folder: Path) -> list[tuple[str, str]]:
             raise ValueError("not an object")
     except (ValueError, UnicodeDecodeError) as error:
         problems.append((f"{folder / 'config.json'} is not JSON: {error}", "fetch the target again"))
-    weights, missing = _weight_files(folder)
+    weights, missing = weight_files(folder)
     if missing:
         problems.append(
             (f"target folder {folder} lacks weight files its index names: {', '.join(missing[:4])}"
@@ -195,62 +191,11 @@ def check_folder(folder: Path) -> None:
         raise TargetError(problems[0][0], mend=problems[0][1])
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """Weight files that exist, and names that an index promises but are not there."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            try:
-                names = sorted(set(read_json(index)["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                return [], [f"{index.name} (unreadable)"]
-            present = [folder / item for item in names if (folder / item).is_file()]
-            return present, [item for item in names if not (folder / item).is_file()]
-        if (folder / name).is_file():
-            return [folder / name], []
-    return [], []
-
-
-def content_digest(folder: Path, *, extra: Any = None) -> str:
-    """SHA-256 of what is loaded: configuration, weights, tokenizer and chat template.
-
-    File hashes are remembered in the cache folder by size and modification time, so that large weights are read once.
-    Facts that do not change the model (the transformers version that wrote it) are left out.
-    """
-    weights, _ = _weight_files(folder)
-    names = [folder / name for name in _DIGESTED if (folder / name).is_file()]
-    memory = cache_folder() / "digests" / f"{fingerprint(str(folder.resolve()))}.json"
-    try:
-        known = read_json(memory)
-    except (OSError, ValueError):
-        known = {}
-    hashes: dict[str, list[Any]] = {}
-    for path in [*names, *weights]:
-        status = path.stat()
-        entry = known.get(path.name)
-        if not (isinstance(entry, list) and entry[:2] == [status.st_size, status.st_mtime_ns]):
-            entry = [status.st_size, status.st_mtime_ns, _content_sha256(path)]
-        hashes[path.name] = entry
-    if hashes != known:
-        with suppress(OSError):  # a read-only cache only costs the time to hash again
-            write_json_atomic(memory, hashes)
-    return fingerprint({"files": {name: entry[2] for name, entry in hashes.items()}, "extra": extra}, length=64)
-
-
 def content_of_folder(source: str) -> str | None:
     """``content_digest`` of a ``folder:`` source, which may change in place; None for others, and for no target."""
     parsed = parse_source(source)
     folder = Path(parsed.location).expanduser()
     return content_digest(folder) if parsed.scheme == "folder" and not folder_problems(folder) else None
-
-
-def _content_sha256(path: Path) -> str:
-    if path.name != "config.json":
-        return file_sha256(path)
-    config = {
-        key: value for key, value in read_json(path).items() if key not in ("transformers_version", "_name_or_path")
-    }
-    return fingerprint(config, length=64)
 
 
 def source_revision(folder: Path) -> str | None:

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from angelspec.core.errors import TargetError
 from angelspec.core.files import read_json
 from angelspec.core.geometry import TargetGeometry
+from angelspec.core.model_content import content_digest
 from angelspec.core.modes import Mode, ModeFamily, mode_family
 from angelspec.core.recipe import TargetSection
 from angelspec.targets import grouped_attention
 from angelspec.targets.cache import SlotCache
-from angelspec.targets.sources import TEMPLATE_FOLDER, content_digest, materialise, quiet_loading, source_revision
+from angelspec.targets.sources import TEMPLATE_FOLDER, materialise, quiet_loading, source_revision
 
 FEATURE_VERSION = 1
 """Version of what ``TargetStates`` means; stored beside features on disk."""

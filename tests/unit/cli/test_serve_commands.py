@@ -23,11 +23,12 @@ from angelspec.core.bundle import load_bundle
 from angelspec.core.calibration import Calibration
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.manifest import TargetIdentity
+from angelspec.core.model_content import content_digest
 from angelspec.core.recipe_files import load_recipe
 from angelspec.drafters.checkpoint import save_drafter
 from angelspec.drafters.mtp import MtpDrafter
 from angelspec.serving.launch import free_port
-from angelspec.targets.sources import content_digest, materialise
+from angelspec.targets.sources import materialise
 
 
 def run(*arguments):

@@ -12,13 +12,14 @@ import pytest
 from target_builders import tiny_target
 
 from angelspec.core.errors import MissingRequirement, TargetError
+from angelspec.core.fingerprint import file_sha256
 from angelspec.core.known_targets import SMOLLM2_WHEEL
-from angelspec.targets import sources, wheel
+from angelspec.core.model_content import content_digest
+from angelspec.targets import wheel
 from angelspec.targets.sources import (
     SOURCE_RECORD,
     Source,
     building,
-    content_digest,
     folder_problems,
     is_at_hand,
     materialise,
@@ -189,7 +190,7 @@ def test_wheel_in_the_cache_needs_no_network(monkeypatch, cache, tmp_path):
     with zipfile.ZipFile(stored, "w") as archive:
         archive.writestr("other.gguf", "x")
     location = parse_source(SMOLLM2_WHEEL).location
-    monkeypatch.setattr(wheel, "WHEEL_CHECKSUMS", {location: sources.file_sha256(stored)})
+    monkeypatch.setattr(wheel, "WHEEL_CHECKSUMS", {location: file_sha256(stored)})
     monkeypatch.setattr(wheel.subprocess, "run", None)
     with pytest.raises(TargetError, match="holds no .*SmolLM2") as caught:
         materialise(SMOLLM2_WHEEL)
