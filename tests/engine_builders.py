@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ from angelspec.core.drafter_config import BlockDrafterConfig, MtpDrafterConfig
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.drafters.checkpoint import save_drafter
 from angelspec.drafters.families import build_drafter
+from angelspec.serving.client import Client
+from angelspec.serving.launch import free_port
 
 GEOMETRY = KNOWN_TARGETS["tiny-llama"].geometry
 SHAPE = {
@@ -220,6 +225,23 @@ def run(folder: Path, name: str, job: dict[str, Any], **environment: str) -> dic
     )
     assert out.is_file(), f"the engine failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return json.loads(out.read_text())
+
+
+@contextmanager
+def served(*arguments: str, log: Path, seconds: float = 240) -> Iterator[Client]:
+    """``angelspec serve`` with these arguments, healthy; it must end well when it is told to."""
+    port = free_port("127.0.0.1")
+    command = [Path(sys.executable).with_name("angelspec"), "serve", "--port", str(port), "--quiet", *arguments]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=dict(os.environ))
+    with Client(f"http://127.0.0.1:{port}") as client:
+        deadline = time.monotonic() + seconds
+        while not client.healthy():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.5)
+        yield client
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0, log.read_text()[-4000:]
 
 
 def engine(target: Path, **changes: Any) -> dict[str, Any]:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +18,8 @@ from angelspec.core.workloads import WORKLOADS
 from angelspec.evaluation.report import Report
 from angelspec.pipeline.recipe_run import run_recipe
 from angelspec.serving.client import Client
-from angelspec.serving.launch import free_port
 from angelspec.serving.wire import Sampling
+from tests.engine_builders import served
 
 pytest.importorskip("sglang")
 QUESTIONS = {
@@ -56,23 +51,9 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def server(drafter: Path) -> Iterator[Client]:
     """``angelspec serve`` with the drafter of each hub."""
-    port = free_port("127.0.0.1")
-    arguments = ["serve", "--target", "tiny-llama", "--port", str(port), "--no-probe", "--quiet"]
-    for kind, name in NAMES.items():
-        arguments += ["--drafter", f"from-{kind}={name}"]
-    log = Path("serve.log")
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [Path(sys.executable).with_name("angelspec"), *arguments], stdout=file, stderr=file, env=dict(os.environ)
-        )
-    with Client(f"http://127.0.0.1:{port}") as client:
-        deadline = time.monotonic() + 240
-        while not client.healthy():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.5)
+    drafters = [word for kind, name in NAMES.items() for word in ("--drafter", f"from-{kind}={name}")]
+    with served("--target", "tiny-llama", "--no-probe", *drafters, log=Path("serve.log")) as client:
         yield client
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0, log.read_text()[-4000:]
 
 
 def test_one_question_per_workload(server: Client) -> None:
