@@ -69,6 +69,7 @@ def requests() -> list[dict[str, Any]]:
     add(24, json_schema=json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
         max_new_tokens=60, ignore_eos=False)  # fmt: skip
     add(25, temperature=1.0, top_k=1)
+    add(27, logit_bias={"70": 3.0, "71": 2.5, "72": -5.0}, repetition_penalty=1.6)
     add(26)
     found[-1]["logprobs"] = True
     return found

@@ -1,7 +1,7 @@
 """The law of sampled answers in a real engine equals the target's, with all routes and cuts mixed; planted faults show.
 
 The exact law of an answer's first tokens is enumerated from the target's own probabilities under each request's
-filters (temperature, top-k, top-p, min-p), and many answers with seeds of their own are compared with it by chi-square.
+filters (temperature, top-k, top-p, min-p), and many answers are compared with it by chi-square.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ FILTERS: Mapping[str, dict[str, Any]] = {
     "top-k": {"temperature": 4.0, "top_k": 3},
     "top-p": {"temperature": 3.0, "top_k": 4, "top_p": 0.9},
     "min-p": {"temperature": 4.0, "top_k": 4, "min_p": 0.3},
-    "seeded": {"temperature": 4.0, "top_k": 3},
 }
 LABELS: tuple[dict[str, Any], ...] = (
     {"route": "dfly", "dcut": "off"},
@@ -80,8 +79,6 @@ def sampled(folder: Path, *, answers: int, names: list[str], **environment: str)
     for index, name in itertools.product(range(answers), names):
         params = {**FILTERS[name], "max_new_tokens": TOKENS + 5, "ignore_eos": True}
         params["custom_params"] = LABELS[index % len(LABELS)]
-        if name == "seeded":
-            params["sampling_seed"] = 1000 + index
         wave.append({"rid": f"{name}/{index}", "ids": PROMPT, "params": params})
     arguments = engine(folder / "target", speculative_algorithm="ANGELSPEC", max_running_requests=48, random_seed=7)
     bundle = str(folder / "bundle.yaml")

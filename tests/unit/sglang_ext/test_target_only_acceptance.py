@@ -6,6 +6,7 @@ draft-verify loop around ``accept`` and compared with the exact law by a chi-squ
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -153,3 +154,39 @@ def test_greedy_batches_take_the_argmax_without_a_sampler() -> None:
     for info in (None, SimpleNamespace(is_all_greedy=True)):
         drawn = draw(None, logits_NV, info, row_N=torch.tensor([0, 0]), position_N=torch.tensor([4, 5]))
         assert drawn.tolist() == [1, 0]
+
+
+def test_seeded_rows_draw_at_every_slot_what_plain_decoding_draws() -> None:
+    """SGLang honours seeds where inference is deterministic: a token depends on its row's seed and its position."""
+    SamplingBatchInfo = pytest.importorskip("sglang.srt.sampling.sampling_batch_info").SamplingBatchInfo
+
+    def sampler(output: SimpleNamespace, info: SimpleNamespace, *more: object) -> Tensor:
+        law = torch.softmax(output.next_token_logits / info.temperatures, -1)
+        drawn = []
+        for row, (seed, position) in enumerate(zip(info.sampling_seed.tolist(), more[-1].tolist(), strict=True)):
+            generator = torch.Generator().manual_seed(1000 * seed + position)
+            drawn.append(torch.multinomial(law[row], 1, generator=generator))
+        return torch.cat(drawn)
+
+    rows, slots, words = 3, 4, 50
+    logits_BWV = torch.randn(rows, slots, words, generator=torch.Generator().manual_seed(5))
+    start_B, seed_B = torch.tensor([7, 7, 30]), torch.tensor([1, 2, 1])
+    info = SamplingBatchInfo(
+        temperatures=torch.tensor([[0.7], [1.0], [1.3]]), top_ps=torch.ones(rows), top_ks=torch.full((rows,), 1 << 30),
+        min_ps=torch.zeros(rows), is_all_greedy=False, is_any_greedy=False, need_top_p_sampling=False,
+        need_top_k_sampling=False, need_min_p_sampling=False, vocab_size=words, sampling_seed=seed_B, device="cpu",
+    )  # fmt: skip
+
+    def plain(slot: int) -> Tensor:
+        output = SimpleNamespace(next_token_logits=logits_BWV[:, slot])
+        return sampler(output, info, start_B + slot)
+
+    truth_BW = torch.stack([plain(slot) for slot in range(slots)], dim=1)
+    row_N, offset_N = torch.tensor([0, 0, 0, 0, 1, 2, 2]), torch.tensor([0, 1, 2, 3, 0, 0, 1])
+    drawn_N = draw(sampler, logits_BWV[row_N, offset_N], info, row_N=row_N, position_N=start_B[row_N] + offset_N)
+    assert drawn_N.tolist() == truth_BW[row_N, offset_N].tolist()
+    other = dataclasses.replace(info, sampling_seed=seed_B + 1)
+    assert (
+        draw(sampler, logits_BWV[row_N, offset_N], other, row_N=row_N, position_N=start_B[row_N] + offset_N).tolist()
+        != drawn_N.tolist()
+    )
