@@ -10,6 +10,7 @@ from angelspec.core.errors import DataError
 from angelspec.core.files import write_json_atomic
 from angelspec.core.fingerprint import file_sha256, fingerprint
 from angelspec.core.recipe import Recipe
+from angelspec.core.recipe_files import default_mode_family
 from angelspec.data.answers import AnswerRecord, read_answers, select_answers
 from angelspec.data.chat import chat_format, prompt_rows, rows_of_given
 from angelspec.data.conversation_files import read_conversations, write_conversations
@@ -31,6 +32,19 @@ from angelspec.targets.target import Target, verify_target
 
 _NOT_OF_THE_ANSWERS = {"keep_finish_reasons", "concurrency", "retries", "timeout_seconds", "endpoint_key_variable"}
 """Rollout values that do not change what the target answers."""
+
+
+def rendering_inputs(recipe: Recipe) -> Mapping[str, Any]:
+    """What the recipe says of how prompts are rendered: the mode, and how the chat template switches it.
+
+    The target's digest holds the template, not the switch. A family that is the target's own is left out, so that
+    nobody's finished stages lose their names.
+    """
+    family = recipe.target.mode_family
+    return {
+        "mode": recipe.mode,
+        **({} if family == default_mode_family(recipe.target) else {"mode_family": family}),
+    }
 
 
 # ------------------------------------------------------------------------------------------------ target
@@ -183,7 +197,7 @@ DECONTAMINATE = Stage(
 def _rollout_inputs(recipe: Recipe) -> Mapping[str, Any]:
     return {
         "rollout": recipe.rollout.model_dump(mode="json", exclude=_NOT_OF_THE_ANSWERS),
-        "mode": recipe.mode,
+        **rendering_inputs(recipe),
         "max_prompt_tokens": recipe.data.max_prompt_tokens,
     }
 
@@ -279,7 +293,7 @@ def _pack_inputs(recipe: Recipe) -> Mapping[str, Any]:
         "held_out_fraction": recipe.data.held_out_fraction,
         "seed": recipe.data.seed,
         "responses": recipe.data.responses,
-        "mode": recipe.mode,
+        **rendering_inputs(recipe),
         "max_prompt_tokens": recipe.data.max_prompt_tokens,
         "block_size": recipe.verify_width,
         "mask_token_id": _mask_token(recipe),

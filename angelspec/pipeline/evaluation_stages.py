@@ -17,6 +17,7 @@ from angelspec.decoding.proposers import drafter_proposer
 from angelspec.drafters.experts import keeps_float32
 from angelspec.drafters.families import Drafter, build_drafter
 from angelspec.evaluation.report import REPORT_FILE
+from angelspec.pipeline.data_stages import rendering_inputs
 from angelspec.pipeline.estimates import amounts
 from angelspec.pipeline.measuring import (
     drafter_description,
@@ -103,7 +104,7 @@ def training_logs(work: Work) -> dict[str, Path]:
 def _evaluate_inputs(recipe: Recipe) -> Mapping[str, Any]:
     return {
         "evaluation": recipe.evaluation.model_dump(mode="json"),
-        "mode": recipe.mode,
+        **rendering_inputs(recipe),
         "max_prompt_tokens": recipe.data.max_prompt_tokens,
         "max_bad_fraction": recipe.data.max_bad_fraction,
         "export_dtype": recipe.export.dtype,

@@ -146,6 +146,7 @@ def test_interrupted_again_and_again_and_resumed_gives_the_same_bytes(straight, 
         ("training.stages.cold-start.steps=12", ["train-cold-start", "train-end-to-end", "evaluate", "export"]),
         ("training.log_every=1", ["export"]),
         ("rollout.keep_finish_reasons=[stop, length, loop]", ["pack", "export"]),
+        ("target.mode_family=plain", ["target", "rollout", "pack", "evaluate", "export"]),  # it renders the same
         ("description=another", ["export"]),
     ],
 )
