@@ -146,6 +146,7 @@ def _run(work: Work, index: int) -> StageOutput:
         work.progress.say(f"  no gain over '{chosen}': its weights are kept")
     if work.session.ranks.is_first:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, work.folder / WEIGHTS)
+    trained = rows["train"].summary()
     summary = {
         "steps": result.step,
         "best_step": result.best_step,
@@ -153,6 +154,8 @@ def _run(work: Work, index: int) -> StageOutput:
         "chosen_from": chosen,
         "skipped_steps": result.skipped_steps,
         "supervised_positions": result.supervised_positions,
+        "target_tokens": trained["supervised_tokens"],
+        "workloads": trained["documents_by_workload"],
     }
     work.progress.say(
         f"  {result.step} steps; held-out accepted length {length:.3f} (weights of '{chosen}')"
