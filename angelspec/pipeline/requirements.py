@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from angelspec.core.errors import DataError, MissingRequirement
+from angelspec.core.errors import CheckpointError, DataError, MissingRequirement
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.recipe import TARGET_LAYER, Recipe
 from angelspec.data.sources import files_here
@@ -72,6 +72,13 @@ def missing_requirements(recipe: Recipe, *, output: Path) -> list[str]:
     ):
         if path is not None and not Path(path).expanduser().exists():
             missing.append(f"{key}: '{path}' does not exist")
+    if start not in (None, TARGET_LAYER) and Path(start).expanduser().exists():
+        from angelspec.drafters.initial_weights import load_start
+
+        try:
+            load_start(Path(start).expanduser(), recipe.drafter_config(), geometry=recipe.target.geometry)
+        except CheckpointError as error:
+            missing.append(f"drafter.initial_checkpoint: {error.message}; {error.mend or 'give another one'}")
     from angelspec.training.distributed import announced_ranks
 
     together, started = recipe.training.sequence_parallel, announced_ranks()
