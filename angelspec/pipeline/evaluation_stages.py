@@ -28,6 +28,7 @@ from angelspec.pipeline.measuring import (
     save_report,
     suites_of,
 )
+from angelspec.pipeline.requirements import target_bytes
 from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
 from angelspec.pipeline.training_stages import WEIGHTS, stage_name
 from angelspec.training.metrics import FILE_NAME as METRICS
@@ -74,7 +75,7 @@ def _run_evaluate(work: Work) -> StageOutput:
         suites,
         recipe=recipe,
         settings=measure_settings(recipe),
-        exact_target=work.target("float32"),
+        exact_target=lambda: work.target("float32"),
         folder=work.folder,
         progress=work.progress,
         title=recipe.name,
@@ -112,6 +113,13 @@ def _evaluate_inputs(recipe: Recipe) -> Mapping[str, Any]:
     }
 
 
+def _precisions(recipe: Recipe) -> set[str]:
+    """Of the targets that a run holds once it has measured: nothing that it loaded is let go."""
+    answered = {recipe.rollout.dtype} if recipe.data.responses == "rollout" else set()
+    compared = {"float32"} if recipe.evaluation.exactness_prompts else set()
+    return {recipe.target.dtype, recipe.evaluation.dtype, *answered, *compared}
+
+
 def evaluate_stage(recipe: Recipe) -> Stage:
     """Measure by speculative decoding."""
     return Stage(
@@ -124,6 +132,6 @@ def evaluate_stage(recipe: Recipe) -> Stage:
             does=f"decode {', '.join(source.name for source in recipe.data.evaluation)} at temperatures "
             f"{', '.join(f'{t:g}' for t in recipe.evaluation.temperatures)}, up to {recipe.evaluation.max_new_tokens} "
             f"tokens, in {recipe.evaluation.dtype}",
-            memory_bytes=amounts(recipe).target_bytes * (2 if recipe.evaluation.dtype == "float32" else 1),
+            memory_bytes=target_bytes(recipe, *_precisions(recipe)),
         ),
     )

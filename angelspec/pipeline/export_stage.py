@@ -20,6 +20,7 @@ from angelspec.evaluation.results import SuiteResult
 from angelspec.pipeline.estimates import amounts
 from angelspec.pipeline.evaluation_stages import trained_drafter, training_logs
 from angelspec.pipeline.measuring import LOOKUP
+from angelspec.pipeline.requirements import BYTES_OF
 from angelspec.pipeline.stage import Estimate, Stage, StageOutput, StageResult, Work
 from angelspec.pipeline.training_stages import stage_name
 from angelspec.training.export import export_drafter
@@ -146,7 +147,7 @@ def export_stage(recipe: Recipe) -> Stage:
         run=_run_export,
         estimate=lambda recipe: Estimate(
             does=f"write the drafter in {recipe.export.dtype} as a Hugging Face folder with its manifest and report",
-            disk_bytes=amounts(recipe).drafter_parameters * (2 if recipe.export.dtype == "bfloat16" else 4),
+            disk_bytes=amounts(recipe).drafter_parameters * BYTES_OF[recipe.export.dtype],
         ),
     )
 
