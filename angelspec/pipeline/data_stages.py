@@ -20,7 +20,7 @@ from angelspec.data.fitting import fit_rows
 from angelspec.data.quarantine import require_usable, write_quarantine
 from angelspec.data.reading import read_sources
 from angelspec.data.reasons import count_reasons
-from angelspec.data.rollout import rollout_shards
+from angelspec.data.rollout import rollout_shards, what_answers_depend_on
 from angelspec.data.rounds import Round, first_round, next_round, visible_answer
 from angelspec.data.sources import locate
 from angelspec.data.split import split_held_out
@@ -29,9 +29,6 @@ from angelspec.pipeline.estimates import amounts
 from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
 from angelspec.targets.sources import content_of_folder
 from angelspec.targets.target import Target, verify_target
-
-_NOT_OF_THE_ANSWERS = {"keep_finish_reasons", "concurrency", "retries", "timeout_seconds", "endpoint_key_variable"}
-"""Rollout values that do not change what the target answers."""
 
 
 def rendering_inputs(recipe: Recipe) -> Mapping[str, Any]:
@@ -196,7 +193,7 @@ DECONTAMINATE = Stage(
 
 def _rollout_inputs(recipe: Recipe) -> Mapping[str, Any]:
     return {
-        "rollout": recipe.rollout.model_dump(mode="json", exclude=_NOT_OF_THE_ANSWERS),
+        "rollout": what_answers_depend_on(recipe.rollout),
         **rendering_inputs(recipe),
         "max_prompt_tokens": recipe.data.max_prompt_tokens,
     }
