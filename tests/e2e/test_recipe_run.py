@@ -145,6 +145,7 @@ def test_interrupted_again_and_again_and_resumed_gives_the_same_bytes(straight, 
         ("training.stages.end-to-end.steps=4", ["train-end-to-end", "evaluate", "export"]),
         ("training.stages.cold-start.steps=12", ["train-cold-start", "train-end-to-end", "evaluate", "export"]),
         ("training.log_every=1", ["export"]),
+        ("training.max_nonfinite_steps=9", ["export"]),
         ("rollout.keep_finish_reasons=[stop, length, loop]", ["pack", "export"]),
         ("target.mode_family=plain", ["target", "rollout", "pack", "evaluate", "export"]),  # it renders the same
         ("description=another", ["export"]),
