@@ -9,7 +9,7 @@ from typing import Any
 from angelspec.core.errors import DataError
 from angelspec.core.files import write_json_atomic
 from angelspec.core.fingerprint import file_sha256, fingerprint
-from angelspec.core.recipe import Recipe
+from angelspec.core.recipe import DataSection, Recipe
 from angelspec.core.recipe_files import default_mode_family
 from angelspec.data.answers import AnswerRecord, read_answers, select_answers
 from angelspec.data.chat import chat_format, prompt_rows, rows_of_given
@@ -89,24 +89,23 @@ TARGET = Stage(
 # ----------------------------------------------------------------------------------------------- prompts
 
 
-def _prompts_inputs(recipe: Recipe) -> Mapping[str, Any]:
+def _prompts_inputs(data: DataSection) -> Mapping[str, Any]:
     return {
-        "data": recipe.data.model_dump(
+        "data": data.model_dump(
             mode="json",
             include={"responses", "role_map", "max_bad_fraction", "max_line_bytes", "seed"},
         ),
         **{
             part: [
                 {**source.model_dump(mode="json", exclude={"source", "revision"}), "content": locate(source).inputs()}
-                for source in getattr(recipe.data, part)
+                for source in getattr(data, part)
             ]
             for part in ("train", "evaluation")
         },
     }
 
 
-def _run_prompts(work: Work) -> StageOutput:
-    data = work.recipe.data
+def _run_prompts(work: Work, data: DataSection) -> StageOutput:
     summary: dict[str, Any] = {}
     for part, sources, responses in (
         ("train", data.train, data.responses),
@@ -132,17 +131,19 @@ def _say_refused(work: Work, what: str, kept: int, counts: Mapping[str, int], wh
     work.progress.say(f"  {what}: {kept} conversations" + (f"; refused: {refused} (see {where})" if refused else ""))
 
 
-PROMPTS = Stage(
-    name="prompts",
-    does="read and check the prompts, row by row",
-    needs=(),
-    inputs=_prompts_inputs,
-    run=_run_prompts,
-    estimate=lambda recipe: Estimate(
-        does="read " + ", ".join(source.name for source in (*recipe.data.train, *recipe.data.evaluation)),
-        note="" if amounts(recipe).prompts is None else f"{amounts(recipe).prompts:,} training prompts",
-    ),
-)
+def prompts_stage(data: DataSection) -> Stage:
+    """Read the sources of a data section."""
+    return Stage(
+        name="prompts",
+        does="read and check the prompts, row by row",
+        needs=(),
+        inputs=lambda recipe: _prompts_inputs(data),
+        run=lambda work: _run_prompts(work, data),
+        estimate=lambda recipe: Estimate(
+            does="read " + ", ".join(source.name for source in (*data.train, *data.evaluation)),
+            note="" if amounts(recipe).prompts is None else f"{amounts(recipe).prompts:,} training prompts",
+        ),
+    )
 
 
 # ----------------------------------------------------------------------------------------- decontaminate

@@ -214,7 +214,7 @@ def test_a_run_that_waits_for_another_says_so(tmp_path):
     recipe = load_recipe(NAME)
     store, progress = Store(tmp_path / "store"), Recorder()
     stage = stages_of(recipe)[0]
-    lock = store.lock(stage, store.name_of(stage, recipe, {}))
+    lock = store.lock(stage, store.name_of(stage, stage.inputs(recipe), {}))
     waited = []
 
     def say(text, said=progress.say):
