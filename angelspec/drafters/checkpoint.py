@@ -452,7 +452,10 @@ def _compare_dtype(config: Mapping[str, Any], tensors: Mapping[str, Tensor], fin
 def _compare_embedding(stored: Tensor, embedding_VD: Tensor | None, findings: Findings) -> None:
     if embedding_VD is None:
         findings.note(f"{EMBEDDING_KEY} is ignored: the target's own embedding is used (not compared, none was given)")
-    elif stored.shape != embedding_VD.shape or not torch.equal(stored, embedding_VD.to(stored.device, stored.dtype)):
+        return
+    coarser = min(stored.dtype, embedding_VD.dtype, key=lambda dtype: dtype.itemsize)  # either may be a rounded copy
+    ours, theirs = stored.to(coarser), embedding_VD.to(stored.device, coarser)
+    if ours.shape != theirs.shape or not torch.equal(ours, theirs):
         findings.add(
             "embedding-differs", EMBEDDING_KEY, f"{EMBEDDING_KEY} is not the target's embedding",
             mend="use the target it was trained for",

@@ -117,7 +117,8 @@ def _run_export(work: Work) -> StageOutput:
     report = Report.load(report_folder / REPORT_FILE)
     folder = work.folder / "drafter"
     dtype = getattr(torch, recipe.export.dtype)
-    embedding = work.target(recipe.target.dtype).embedding_VD if recipe.export.include_embedding else None
+    # in its own precision: a copy of rounded numbers would be no copy of the target's
+    embedding = work.target(recipe.export.dtype).embedding_VD if recipe.export.include_embedding else None
     export_drafter(
         drafter,
         folder,
@@ -149,6 +150,7 @@ def export_stage(recipe: Recipe) -> Stage:
             does=f"write the drafter in {recipe.export.dtype} as a Hugging Face folder with its manifest and report",
             disk_bytes=amounts(recipe).drafter_parameters * BYTES_OF[recipe.export.dtype],
         ),
+        version=2,
     )
 
 

@@ -14,7 +14,7 @@ from angelspec.core.errors import Interrupted, TargetError
 from angelspec.core.files import read_json
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe_files import load_recipe
-from angelspec.drafters.checkpoint import inspect_checkpoint
+from angelspec.drafters.checkpoint import inspect_checkpoint, load_drafter
 from angelspec.evaluation.report import Report
 from angelspec.pipeline.progress import Meter, Progress
 from angelspec.pipeline.recipe_run import run_recipe
@@ -267,6 +267,14 @@ def test_a_target_that_changes_in_place_is_another_target(tmp_path):
     again, progress = first_stages(fresh)
     assert progress.ran == ["target", "decontaminate"]  # the prompts are read without it
     assert again["target"].output.digest != first["target"].output.digest
+
+
+def test_an_exported_embedding_is_the_target_s_and_no_rounded_one(straight, tmp_path):
+    folder, _ = straight
+    recipe = load_recipe(NAME, overrides=["target.dtype=bfloat16", "export={dtype: float32, include_embedding: true}"])
+    drafter = run_recipe(recipe, output=tmp_path, store=folder / "store", quiet=True)
+    for dtype in ("float32", "bfloat16"):
+        load_drafter(drafter, embedding_VD=Session(recipe, device="cpu").target(dtype).embedding_VD)
 
 
 def test_features_of_another_precision_are_other_features(tmp_path):

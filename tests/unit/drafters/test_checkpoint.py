@@ -94,6 +94,11 @@ def test_no_embedding_unless_asked_and_then_it_is_compared(tmp_path):
     assert any("embed_tokens.weight is ignored" in note for note in examine_checkpoint(folder).notes)
     with pytest.raises(CheckpointError, match="is not the target's embedding"):
         load_drafter(folder, embedding_VD=embedding + 1)
+    load_drafter(folder, embedding_VD=embedding.bfloat16())  # of a target that was loaded rounded
+    rounded = save_drafter(tiny_drafter("dfly"), tmp_path / "rounded", dtype=torch.bfloat16, embedding_VD=embedding)
+    load_drafter(rounded, embedding_VD=embedding)
+    with pytest.raises(CheckpointError, match="is not the target's embedding"):
+        load_drafter(rounded, embedding_VD=embedding * 1.1)
 
 
 def test_a_renamed_a_misshapen_a_nan_and_a_lost_tensor_are_all_named(export):
