@@ -236,6 +236,7 @@ def save_drafter(
         temporary.chmod(0o755)
         old = folder.with_name(f".{folder.name}.old.tmp")
         if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)  # of a save that was killed behind the renames
             folder.rename(old)
         temporary.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
