@@ -49,6 +49,7 @@ class TrainedStage(BaseModel):
 
     name: str
     steps: int = Field(ge=0)
+    """Optimiser steps, those after its best checkpoint included."""
 
 
 class TrainingRecord(BaseModel):
@@ -57,16 +58,17 @@ class TrainingRecord(BaseModel):
     model_config = _STRICT
 
     steps: int = Field(ge=0)
-    """Optimiser steps, up to the exported checkpoint."""
+    """Optimiser steps that the exported weights have seen: of each stage those up to its best checkpoint, and none of a
+    stage that brought no gain."""
     supervised_positions: int = Field(ge=0)
     """Proposals (of block slots, or of depths) that entered the loss, over all steps."""
     target_tokens: int = Field(ge=0)
-    """Supervised tokens in the training rows, counted once."""
+    """Supervised tokens in the training rows (of the workloads that were trained on), counted once."""
     stages: tuple[TrainedStage, ...] = ()
     data_fingerprints: dict[str, str] = Field(default_factory=dict)
     """Content fingerprint by stage of the data's road (prompts, rollout, rows, ...)."""
     workloads: dict[Workload, int] = Field(default_factory=dict)
-    """Training documents by workload."""
+    """Documents that were trained on, by workload."""
     held_out_accepted_length: float | None = None
     """Of the exported checkpoint; None where none was measured."""
     initial_checkpoint: str | None = None

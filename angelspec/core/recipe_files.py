@@ -26,6 +26,7 @@ from angelspec.core.recipe import (
     TARGET_LAYER,
     DrafterSection,
     Recipe,
+    TargetSection,
     TrainingStage,
     drafter_family,
 )
@@ -349,7 +350,7 @@ def _resolve_target(recipe: Recipe) -> tuple[Any, tuple[int, ...]]:
         known = KNOWN_TARGETS[target.name]
         filled = {
             "source": target.source or known.source,
-            "mode_family": target.mode_family or known.mode_family,
+            "mode_family": target.mode_family or default_mode_family(target),
             "geometry": target.geometry or known.geometry,
         }
         return target.model_copy(update=filled), known.mask_token_ids
@@ -369,8 +370,19 @@ def _resolve_target(recipe: Recipe) -> tuple[Any, tuple[int, ...]]:
             "target.geometry: is required for a source whose config.json is not at hand",
             mend="state it in the recipe, or download the target and use source folder:PATH",
         )
-    family = target.mode_family or _MODE_FAMILY_OF_ARCHITECTURE.get(geometry.architecture, "plain")
-    return target.model_copy(update={"geometry": geometry, "mode_family": family}), masks
+    target = target.model_copy(update={"geometry": geometry})
+    return target.model_copy(update={"mode_family": target.mode_family or default_mode_family(target)}), masks
+
+
+def default_mode_family(target: TargetSection) -> str:
+    """The mode family of a target whose recipe states none: a known target's, else that of its architecture.
+
+    Args:
+        target: with a known name, or a geometry.
+    """
+    if target.name is not None:
+        return KNOWN_TARGETS[target.name].mode_family
+    return _MODE_FAMILY_OF_ARCHITECTURE.get(target.geometry.architecture, "plain")
 
 
 def _geometry_of_folder(folder: Path) -> TargetGeometry:

@@ -78,8 +78,8 @@ class PackedRows:
         return fingerprint({"tensors": _digest(self._tensors()), "documents": self._columns()}, length=32)
 
     def summary(self) -> dict[str, Any]:
-        """Counts for the user: rows, documents by workload, tokens, supervised tokens, and the share of padding."""
-        present = [self.documents[index] for index in self.document_RT.unique().tolist() if index >= 0]
+        """Counts for the user: rows, supervised documents by workload, tokens, supervised tokens, share of padding."""
+        present = [self.documents[index] for index in self.document_RT[self.loss_mask_RT].unique().tolist()]
         by_workload: dict[str, int] = {}
         for document in present:
             by_workload[document.workload] = by_workload.get(document.workload, 0) + 1

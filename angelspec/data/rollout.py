@@ -34,7 +34,22 @@ _WORTH_PROCESSES = 1e12
 """Floating-point operations below which starting processes costs more time than it saves."""
 _PROCESS_BYTES = 10**9
 """What Python, torch and the activations of a step take in each process."""
+_NOT_OF_THE_ANSWERS = {"keep_finish_reasons", "concurrency", "retries", "timeout_seconds", "endpoint_key_variable"}
+"""Values that do not change what the target answers."""
+_UNREAD = {
+    "local": ("endpoint_url", "endpoint_model"),
+    "endpoint": ("endpoint_url", "dtype", "batch_size", "max_repeated_share"),
+}
+"""Values that do not where this backend answers; where a server lies is nothing to its answers."""
 Messages = Sequence[Mapping[str, Any]]
+
+
+def what_answers_depend_on(section: RolloutSection) -> dict[str, Any]:
+    """The section's values that change what the target answers, as plain data; None for what the backend ignores."""
+    return {
+        **section.model_dump(mode="json", exclude=_NOT_OF_THE_ANSWERS),
+        **dict.fromkeys(_UNREAD[section.backend]),
+    }
 
 
 class RolloutProgress(Protocol):
@@ -125,14 +140,12 @@ def _claim(folder: Path, *, target: Target, shards: list[list[Prompt]], section:
 
     Threads may change the last bit of a product, so a resumed rollout keeps those that it began with.
     """
-    settings = section.model_dump(
-        mode="json",
-        include={"backend", "temperature", "top_p", "samples_per_prompt", "max_new_tokens", "batch_size", "shard_size",
-                 "seed", "max_repeated_share", "endpoint_model"},
-    )  # fmt: skip
+    settings = what_answers_depend_on(section)
+    del settings["dtype"], settings["endpoint_url"]
+    precision = None if section.backend == "endpoint" else str(target.dtype)
     content = [[prompt.id, prompt.workload, list(prompt.tokens)] for shard in shards for prompt in shard]
     plan = {
-        "fingerprint": fingerprint([target.digest, str(target.dtype), mode, settings, fingerprint(content)]),
+        "fingerprint": fingerprint([target.digest, precision, mode, settings, fingerprint(content)]),
         "num_shards": len(shards),
         "num_prompts": len(content),
         "mode": mode,

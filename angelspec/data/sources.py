@@ -59,6 +59,12 @@ def locate(source: PromptSource) -> SourceContent:
     return SourceContent(source, files=files, digests=tuple(file_sha256(path) for path in files))
 
 
+def at_commit(source: PromptSource, commit: str) -> PromptSource:
+    """The same dataset of the hub at one commit, which is then not asked for again."""
+    name, _ = _hub_name(source)
+    return source.model_copy(update={"source": f"hf:{name}", "revision": commit})
+
+
 def files_here(source: PromptSource) -> tuple[Path, ...] | None:
     """The files of a source that lies on this machine; None: it is on the hub.
 

@@ -236,6 +236,7 @@ def save_drafter(
         temporary.chmod(0o755)
         old = folder.with_name(f".{folder.name}.old.tmp")
         if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)  # of a save that was killed behind the renames
             folder.rename(old)
         temporary.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
@@ -452,7 +453,10 @@ def _compare_dtype(config: Mapping[str, Any], tensors: Mapping[str, Tensor], fin
 def _compare_embedding(stored: Tensor, embedding_VD: Tensor | None, findings: Findings) -> None:
     if embedding_VD is None:
         findings.note(f"{EMBEDDING_KEY} is ignored: the target's own embedding is used (not compared, none was given)")
-    elif stored.shape != embedding_VD.shape or not torch.equal(stored, embedding_VD.to(stored.device, stored.dtype)):
+        return
+    coarser = min(stored.dtype, embedding_VD.dtype, key=lambda dtype: dtype.itemsize)  # either may be a rounded copy
+    ours, theirs = stored.to(coarser), embedding_VD.to(stored.device, coarser)
+    if ours.shape != theirs.shape or not torch.equal(ours, theirs):
         findings.add(
             "embedding-differs", EMBEDDING_KEY, f"{EMBEDDING_KEY} is not the target's embedding",
             mend="use the target it was trained for",

@@ -28,6 +28,10 @@ class MeasureSettings(BaseModel):
     cut: CutPolicy | None = None
     """D-cut on each step's proposals; None verifies all."""
 
+    def rows_together(self, prompts: int) -> int:
+        """Requests in a batch where there are so many prompts."""
+        return min(self.batch_size, prompts)
+
 
 class AnswerGroup(BaseModel):
     """Additive counters over some answers."""

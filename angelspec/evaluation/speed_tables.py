@@ -30,11 +30,12 @@ def speed_table(report: Report) -> Table:
                 lambda r, suite=suite, temperature=temperature: (r.suite, r.temperature) == (suite, temperature),
             )
         add(f"all, {at_temperature(temperature)}", lambda r, temperature=temperature: r.temperature == temperature)
+    batches = sorted({report.settings.rows_together(result.prompts) for result in report.speed})
     return Table(
         "Speed of the reference loop, tokens/s (against plain decoding)",
         ("suite", "plain", *names),
         tuple(rows),
-        caption=f"Same prompts in turns, batch {report.settings.batch_size}, on {report.machine.description}, "
+        caption=f"Same prompts in turns, batch {' or '.join(map(str, batches))}, on {report.machine.description}, "
         f"{report.machine.threads} threads. The loop is written to be read, not to be fast.",
     )
 

@@ -259,7 +259,7 @@ def causal_attention(
     Returns:
         [N, H, C], and the logsumexp of the scores [N, H]; both carry gradients.
     """
-    if query_NHC.is_cuda:
+    if query_NHC.is_cuda and plan.count:  # FlexAttention takes no query of length 0, as an idle rank's rows make it
         from angelspec.ops.unrolled_flex import flex_causal_attention
 
         return flex_causal_attention(query_NHC, key_PGC, value_PGC, start_N=plan.start_N, own_N=plan.own_N)

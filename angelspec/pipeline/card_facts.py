@@ -137,7 +137,7 @@ def _measurement(folder: Path, *, drafter: str) -> Measurement | None:
                 line.temperature,
                 line.tokens_per_second,
                 line.plain_tokens_per_second,
-                concurrency=min(settings.batch_size, line.prompts),
+                concurrency=settings.rows_together(line.prompts),
             )
             for line in report.speed
             if line.proposer == drafter

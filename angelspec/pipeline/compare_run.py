@@ -17,6 +17,7 @@ from angelspec.evaluation.acceptance import measure, num_answers
 from angelspec.evaluation.comparison import ComparisonReport, Outcome, Training, comparison_tables
 from angelspec.evaluation.comparison_plot import plot_comparison
 from angelspec.pipeline.evaluation_stages import exported_drafter
+from angelspec.pipeline.hub_commits import HubCommits
 from angelspec.pipeline.measuring import LOOKUP, lookup_proposer, measure_settings, suites_of
 from angelspec.pipeline.progress import Progress, table_console
 from angelspec.pipeline.record import RunRecord, only_run_in
@@ -62,10 +63,12 @@ def run_comparison(
         )
     trainings, proposers = [], {}
     with only_run_in(output), progress.running():
-        record = RunRecord(output)
+        record, commits = RunRecord(output), HubCommits(store, progress.say)
         for number, (variant, seed, recipe) in enumerate(runs, start=1):
             progress.say(f"({number}/{len(runs)}) variant '{variant}', seed {seed}")
-            stages = [stage for stage in stages_of(recipe) if stage.name not in _NOT_COMPARED]
+            stages = [
+                stage for stage in stages_of(recipe, data=commits.pin(recipe.data)) if stage.name not in _NOT_COMPARED
+            ]
             results = run_stages(
                 stages, recipe, store=Store(store), session=session, progress=progress, record=record,
                 prefix=f"{variant}, seed {seed}: ",
@@ -73,6 +76,7 @@ def run_comparison(
             trainings.append(_training(variant, seed, recipe, results))
             proposers[variant, seed] = _proposer(f"{variant}/{seed}", recipe, results, session=session)
         session.release_features()
+        base = base.model_copy(update={"data": commits.pin(base.data)})
         outcomes = _measure_all(comparison, base, proposers, session=session, folder=output, progress=progress)
     report = ComparisonReport(
         comparison=comparison,

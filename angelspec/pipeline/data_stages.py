@@ -9,7 +9,8 @@ from typing import Any
 from angelspec.core.errors import DataError
 from angelspec.core.files import write_json_atomic
 from angelspec.core.fingerprint import file_sha256, fingerprint
-from angelspec.core.recipe import Recipe
+from angelspec.core.recipe import DataSection, Recipe
+from angelspec.core.recipe_files import default_mode_family
 from angelspec.data.answers import AnswerRecord, read_answers, select_answers
 from angelspec.data.chat import chat_format, prompt_rows, rows_of_given
 from angelspec.data.conversation_files import read_conversations, write_conversations
@@ -19,7 +20,7 @@ from angelspec.data.fitting import fit_rows
 from angelspec.data.quarantine import require_usable, write_quarantine
 from angelspec.data.reading import read_sources
 from angelspec.data.reasons import count_reasons
-from angelspec.data.rollout import rollout_shards
+from angelspec.data.rollout import rollout_shards, what_answers_depend_on
 from angelspec.data.rounds import Round, first_round, next_round, visible_answer
 from angelspec.data.sources import locate
 from angelspec.data.split import split_held_out
@@ -29,8 +30,18 @@ from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
 from angelspec.targets.sources import content_of_folder
 from angelspec.targets.target import Target, verify_target
 
-_NOT_OF_THE_ANSWERS = {"keep_finish_reasons", "concurrency", "retries", "timeout_seconds", "endpoint_key_variable"}
-"""Rollout values that do not change what the target answers."""
+
+def rendering_inputs(recipe: Recipe) -> Mapping[str, Any]:
+    """What the recipe says of how prompts are rendered: the mode, and how the chat template switches it.
+
+    The target's digest holds the template, not the switch. A family that is the target's own is left out, so that
+    nobody's finished stages lose their names.
+    """
+    family = recipe.target.mode_family
+    return {
+        "mode": recipe.mode,
+        **({} if family == default_mode_family(recipe.target) else {"mode_family": family}),
+    }
 
 
 # ------------------------------------------------------------------------------------------------ target
@@ -78,24 +89,23 @@ TARGET = Stage(
 # ----------------------------------------------------------------------------------------------- prompts
 
 
-def _prompts_inputs(recipe: Recipe) -> Mapping[str, Any]:
+def _prompts_inputs(data: DataSection) -> Mapping[str, Any]:
     return {
-        "data": recipe.data.model_dump(
+        "data": data.model_dump(
             mode="json",
             include={"responses", "role_map", "max_bad_fraction", "max_line_bytes", "seed"},
         ),
         **{
             part: [
                 {**source.model_dump(mode="json", exclude={"source", "revision"}), "content": locate(source).inputs()}
-                for source in getattr(recipe.data, part)
+                for source in getattr(data, part)
             ]
             for part in ("train", "evaluation")
         },
     }
 
 
-def _run_prompts(work: Work) -> StageOutput:
-    data = work.recipe.data
+def _run_prompts(work: Work, data: DataSection) -> StageOutput:
     summary: dict[str, Any] = {}
     for part, sources, responses in (
         ("train", data.train, data.responses),
@@ -121,17 +131,19 @@ def _say_refused(work: Work, what: str, kept: int, counts: Mapping[str, int], wh
     work.progress.say(f"  {what}: {kept} conversations" + (f"; refused: {refused} (see {where})" if refused else ""))
 
 
-PROMPTS = Stage(
-    name="prompts",
-    does="read and check the prompts, row by row",
-    needs=(),
-    inputs=_prompts_inputs,
-    run=_run_prompts,
-    estimate=lambda recipe: Estimate(
-        does="read " + ", ".join(source.name for source in (*recipe.data.train, *recipe.data.evaluation)),
-        note="" if amounts(recipe).prompts is None else f"{amounts(recipe).prompts:,} training prompts",
-    ),
-)
+def prompts_stage(data: DataSection) -> Stage:
+    """Read the sources of a data section."""
+    return Stage(
+        name="prompts",
+        does="read and check the prompts, row by row",
+        needs=(),
+        inputs=lambda recipe: _prompts_inputs(data),
+        run=lambda work: _run_prompts(work, data),
+        estimate=lambda recipe: Estimate(
+            does="read " + ", ".join(source.name for source in (*data.train, *data.evaluation)),
+            note="" if amounts(recipe).prompts is None else f"{amounts(recipe).prompts:,} training prompts",
+        ),
+    )
 
 
 # ----------------------------------------------------------------------------------------- decontaminate
@@ -182,8 +194,8 @@ DECONTAMINATE = Stage(
 
 def _rollout_inputs(recipe: Recipe) -> Mapping[str, Any]:
     return {
-        "rollout": recipe.rollout.model_dump(mode="json", exclude=_NOT_OF_THE_ANSWERS),
-        "mode": recipe.mode,
+        "rollout": what_answers_depend_on(recipe.rollout),
+        **rendering_inputs(recipe),
         "max_prompt_tokens": recipe.data.max_prompt_tokens,
     }
 
@@ -279,7 +291,7 @@ def _pack_inputs(recipe: Recipe) -> Mapping[str, Any]:
         "held_out_fraction": recipe.data.held_out_fraction,
         "seed": recipe.data.seed,
         "responses": recipe.data.responses,
-        "mode": recipe.mode,
+        **rendering_inputs(recipe),
         "max_prompt_tokens": recipe.data.max_prompt_tokens,
         "block_size": recipe.verify_width,
         "mask_token_id": _mask_token(recipe),

@@ -8,7 +8,7 @@ from pathlib import Path
 from angelspec.core.drafter_config import MtpDrafterConfig
 from angelspec.core.locations import prompt_folder
 from angelspec.core.recipe import PromptSource, Recipe
-from angelspec.pipeline.requirements import target_bytes
+from angelspec.pipeline.requirements import BYTES_OF, target_bytes
 
 KNOWN_ROWS = {
     "hf:mlabonne/open-perfectblend": 1_420_909,
@@ -25,7 +25,6 @@ KNOWN_ROWS = {
 TYPICAL_PROMPT_TOKENS = 100
 TYPICAL_ANSWER_SHARE = 0.6
 """Mean answer length as a share of the longest allowed, for estimates only."""
-_BF16 = 2
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def amounts(recipe: Recipe) -> Amounts:
     row_tokens = None if prompts is None else prompts * (
         min(per_answer + TYPICAL_PROMPT_TOKENS, recipe.pack.max_document_tokens)
     )  # fmt: skip
-    per_token = (len(config.target_layer_ids) + 1) * config.target_hidden_size * _BF16
+    per_token = (len(config.target_layer_ids) + 1) * config.target_hidden_size * BYTES_OF[recipe.target.dtype]
     parameters = drafter_parameters(recipe)
     return Amounts(
         prompts=prompts,

@@ -129,7 +129,7 @@ def evaluate_checkpoints(
             suites,
             recipe=recipe,
             settings=settings,
-            exact_target=session.target("float32"),
+            exact_target=lambda: session.target("float32"),
             folder=folder,
             progress=progress,
             title="comparison of " + ", ".join(names),

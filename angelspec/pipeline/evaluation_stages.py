@@ -17,6 +17,7 @@ from angelspec.decoding.proposers import drafter_proposer
 from angelspec.drafters.experts import keeps_float32
 from angelspec.drafters.families import Drafter, build_drafter
 from angelspec.evaluation.report import REPORT_FILE
+from angelspec.pipeline.data_stages import rendering_inputs
 from angelspec.pipeline.estimates import amounts
 from angelspec.pipeline.measuring import (
     drafter_description,
@@ -27,6 +28,7 @@ from angelspec.pipeline.measuring import (
     save_report,
     suites_of,
 )
+from angelspec.pipeline.requirements import target_bytes
 from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
 from angelspec.pipeline.training_stages import WEIGHTS, stage_name
 from angelspec.training.metrics import FILE_NAME as METRICS
@@ -73,7 +75,7 @@ def _run_evaluate(work: Work) -> StageOutput:
         suites,
         recipe=recipe,
         settings=measure_settings(recipe),
-        exact_target=work.target("float32"),
+        exact_target=lambda: work.target("float32"),
         folder=work.folder,
         progress=work.progress,
         title=recipe.name,
@@ -103,12 +105,19 @@ def training_logs(work: Work) -> dict[str, Path]:
 def _evaluate_inputs(recipe: Recipe) -> Mapping[str, Any]:
     return {
         "evaluation": recipe.evaluation.model_dump(mode="json"),
-        "mode": recipe.mode,
+        **rendering_inputs(recipe),
         "max_prompt_tokens": recipe.data.max_prompt_tokens,
         "max_bad_fraction": recipe.data.max_bad_fraction,
         "export_dtype": recipe.export.dtype,
         "name": recipe.name,
     }
+
+
+def _precisions(recipe: Recipe) -> set[str]:
+    """Of the targets that a run holds once it has measured: nothing that it loaded is let go."""
+    answered = {recipe.rollout.dtype} if recipe.data.responses == "rollout" else set()
+    compared = {"float32"} if recipe.evaluation.exactness_prompts else set()
+    return {recipe.target.dtype, recipe.evaluation.dtype, *answered, *compared}
 
 
 def evaluate_stage(recipe: Recipe) -> Stage:
@@ -123,6 +132,6 @@ def evaluate_stage(recipe: Recipe) -> Stage:
             does=f"decode {', '.join(source.name for source in recipe.data.evaluation)} at temperatures "
             f"{', '.join(f'{t:g}' for t in recipe.evaluation.temperatures)}, up to {recipe.evaluation.max_new_tokens} "
             f"tokens, in {recipe.evaluation.dtype}",
-            memory_bytes=amounts(recipe).target_bytes * (2 if recipe.evaluation.dtype == "float32" else 1),
+            memory_bytes=target_bytes(recipe, *_precisions(recipe)),
         ),
     )

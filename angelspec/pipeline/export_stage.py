@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,8 @@ from angelspec.evaluation.results import SuiteResult
 from angelspec.pipeline.estimates import amounts
 from angelspec.pipeline.evaluation_stages import trained_drafter, training_logs
 from angelspec.pipeline.measuring import LOOKUP
-from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
+from angelspec.pipeline.requirements import BYTES_OF
+from angelspec.pipeline.stage import Estimate, Stage, StageOutput, StageResult, Work
 from angelspec.pipeline.training_stages import stage_name
 from angelspec.training.export import export_drafter
 from angelspec.training.metrics import FILE_NAME as METRICS
@@ -31,8 +33,6 @@ TRAINING_LOG = f"training/{METRICS}"
 def _manifest(work: Work, report: Report) -> DrafterManifest:
     recipe, before = work.recipe, work.before
     target = before["target"].output
-    stages = [before[stage_name(recipe, index)] for index in range(len(recipe.training.stages))]
-    packed = before["pack"].output.summary["train"]
     return DrafterManifest(
         angelspec_version=__version__,
         algorithm=recipe.drafter_config().algorithm,
@@ -46,26 +46,45 @@ def _manifest(work: Work, report: Report) -> DrafterManifest:
             geometry=recipe.target.geometry,
         ),
         recipe=recipe,
-        training=TrainingRecord(
-            steps=sum(stage.output.summary["steps"] for stage in stages),
-            supervised_positions=sum(stage.output.summary["supervised_positions"] for stage in stages),
-            target_tokens=packed["supervised_tokens"],
-            stages=tuple(
-                TrainedStage(name=item.name, steps=stage.output.summary["steps"])
-                for item, stage in zip(recipe.training.stages, stages, strict=True)
-            ),
-            data_fingerprints={
-                name: before[name].output.digest
-                for name in ("prompts", "decontaminate", "rollout", "pack")
-                if name in before
-            },
-            workloads=packed["documents_by_workload"],
-            held_out_accepted_length=stages[-1].output.summary["held_out_accepted_length"],
-            initial_checkpoint=recipe.drafter.initial_checkpoint,
-        ),
+        training=training_record(recipe, before),
         acceptance=_acceptance(report.results, drafter=recipe.name),
         report_files=(REPORT_FILE, "report.md"),
     )
+
+
+def training_record(recipe: Recipe, before: Mapping[str, StageResult]) -> TrainingRecord:
+    """What the manifest says of the training, from the finished stages by name."""
+    summaries = {
+        stage.name: before[stage_name(recipe, index)].output.summary
+        for index, stage in enumerate(recipe.training.stages)
+    }
+    last, packed = summaries[recipe.training.stages[-1].name], before["pack"].output.summary["train"]
+    return TrainingRecord(
+        steps=_steps_seen(summaries),
+        supervised_positions=sum(summary["supervised_positions"] for summary in summaries.values()),
+        # a training that was finished before it counted its rows says neither
+        target_tokens=last.get("target_tokens", packed["supervised_tokens"]),
+        stages=tuple(TrainedStage(name=name, steps=summary["steps"]) for name, summary in summaries.items()),
+        data_fingerprints={
+            name: before[name].output.digest
+            for name in ("prompts", "decontaminate", "rollout", "pack")
+            if name in before
+        },
+        workloads=last.get("workloads", packed["documents_by_workload"]),
+        held_out_accepted_length=last["held_out_accepted_length"],
+        initial_checkpoint=recipe.drafter.initial_checkpoint,
+    )
+
+
+def _steps_seen(summaries: Mapping[str, Mapping[str, Any]]) -> int:
+    """Updates that the weights of the last of consecutive stages have seen: each began with the weights of the stage
+    before, which may be those of one before that."""
+    names, steps = list(summaries), 0
+    while names:
+        chosen = summaries[names[-1]]["chosen_from"]
+        steps += summaries[chosen]["best_step"]
+        names = names[: names.index(chosen)]
+    return steps
 
 
 def _acceptance(results: Sequence[SuiteResult], *, drafter: str) -> tuple[MeasuredAcceptance, ...]:
@@ -98,7 +117,8 @@ def _run_export(work: Work) -> StageOutput:
     report = Report.load(report_folder / REPORT_FILE)
     folder = work.folder / "drafter"
     dtype = getattr(torch, recipe.export.dtype)
-    embedding = work.target(recipe.target.dtype).embedding_VD if recipe.export.include_embedding else None
+    # in its own precision: a copy of rounded numbers would be no copy of the target's
+    embedding = work.target(recipe.export.dtype).embedding_VD if recipe.export.include_embedding else None
     export_drafter(
         drafter,
         folder,
@@ -128,8 +148,9 @@ def export_stage(recipe: Recipe) -> Stage:
         run=_run_export,
         estimate=lambda recipe: Estimate(
             does=f"write the drafter in {recipe.export.dtype} as a Hugging Face folder with its manifest and report",
-            disk_bytes=amounts(recipe).drafter_parameters * (2 if recipe.export.dtype == "bfloat16" else 4),
+            disk_bytes=amounts(recipe).drafter_parameters * BYTES_OF[recipe.export.dtype],
         ),
+        version=2,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def measured_report(
     *,
     recipe: Recipe,
     settings: MeasureSettings,
-    exact_target: Target | None,
+    exact_target: Callable[[], Target],
     folder: Path,
     progress: Progress,
     title: str,
@@ -85,7 +85,8 @@ def measured_report(
     """Measure everything and put it into one report; finished parts in ``folder`` are not measured again.
 
     Args:
-        exact_target: in float32, to compare the output with plain decoding; None: not compared.
+        exact_target: loads the target in float32, to compare the output with plain decoding; not called where the
+            recipe asks for no such prompts.
         breakeven: batch sizes at which the break-even with MTP is measured; none: it is not.
         shortlists_of: name of the block drafter whose sequential head is measured with shortlists of every size; None:
             none is.
@@ -122,10 +123,10 @@ def measured_report(
         )
         notes = [f"shortlists were measured with {shortlists_of} alone"]
     exactness = []
-    if exact_target is not None and recipe.evaluation.exactness_prompts:
+    if recipe.evaluation.exactness_prompts:
         progress.say("  output against plain decoding, token for token, in float32")
         exactness = check_exactness(
-            exact_target,
+            exact_target(),
             proposers,
             mixed_suite(suites, recipe.evaluation.exactness_prompts),
             settings=settings.model_copy(update={"max_new_tokens": min(_EXACT_TOKENS, settings.max_new_tokens)}),

@@ -12,6 +12,7 @@ from angelspec.core.recipe import Recipe
 from angelspec.evaluation.rendering import print_report
 from angelspec.evaluation.report import Report
 from angelspec.evaluation.tables import Table
+from angelspec.pipeline.hub_commits import HubCommits
 from angelspec.pipeline.progress import Progress, table_console
 from angelspec.pipeline.record import RunRecord, only_run_in
 from angelspec.pipeline.requirements import check_requirements
@@ -44,12 +45,13 @@ def run_recipe(
         AngelspecError: a stage cannot go on; finished and half-finished stages stay.
     """
     check_requirements(recipe, output=output)
-    stages = stages_of(recipe)
     session = Session(recipe)
     drafter = output / DRAFTER_FOLDER
     if not session.ranks.is_first:
         session.ranks.barrier()  # until the record is this run's
-        follow_stages(stages, recipe, store=Store(store), session=session, progress=Progress(quiet=True), output=output)
+        follow_stages(
+            stages_of(recipe), recipe, store=Store(store), session=session, progress=Progress(quiet=True), output=output
+        )
         return drafter
     progress = progress or Progress(quiet=quiet)
     resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
@@ -57,6 +59,7 @@ def run_recipe(
         write_text_atomic(output / "recipe.yaml", resolved)
         record = RunRecord(output)
         session.ranks.barrier()
+        stages = stages_of(recipe, data=HubCommits(store, progress.say).pin(recipe.data))
         results = run_stages(stages, recipe, store=Store(store), session=session, progress=progress, record=record)
         _replace_folder(results["export"].folder / "drafter", drafter)
     if not quiet:

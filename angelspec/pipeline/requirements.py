@@ -7,12 +7,14 @@ from pathlib import Path
 
 import psutil
 
-from angelspec.core.errors import DataError, MissingRequirement
+from angelspec.core.errors import CheckpointError, DataError, MissingRequirement
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.recipe import TARGET_LAYER, Recipe
 from angelspec.data.sources import files_here
 
 _GIB = 2**30
+BYTES_OF = {"float32": 4, "bfloat16": 2}
+"""A number's, by the precisions that a recipe may name."""
 
 
 def target_parameters(recipe: Recipe) -> int:
@@ -21,9 +23,9 @@ def target_parameters(recipe: Recipe) -> int:
     return known.num_parameters if known is not None else recipe.target.geometry.num_parameters
 
 
-def target_bytes(recipe: Recipe) -> int:
-    """Bytes of the target's weights in the recipe's precision."""
-    return target_parameters(recipe) * (2 if recipe.target.dtype == "bfloat16" else 4)
+def target_bytes(recipe: Recipe, *dtypes: str) -> int:
+    """Bytes of the target's weights in each of the precisions, which a run holds side by side; none: target.dtype."""
+    return target_parameters(recipe) * sum(BYTES_OF[dtype] for dtype in set(dtypes) or {recipe.target.dtype})
 
 
 def missing_requirements(recipe: Recipe, *, output: Path) -> list[str]:
@@ -72,6 +74,13 @@ def missing_requirements(recipe: Recipe, *, output: Path) -> list[str]:
     ):
         if path is not None and not Path(path).expanduser().exists():
             missing.append(f"{key}: '{path}' does not exist")
+    if start not in (None, TARGET_LAYER) and Path(start).expanduser().exists():
+        from angelspec.drafters.initial_weights import load_start
+
+        try:
+            load_start(Path(start).expanduser(), recipe.drafter_config(), geometry=recipe.target.geometry)
+        except CheckpointError as error:
+            missing.append(f"drafter.initial_checkpoint: {error.message}; {error.mend or 'give another one'}")
     from angelspec.training.distributed import announced_ranks
 
     together, started = recipe.training.sequence_parallel, announced_ranks()

@@ -44,7 +44,8 @@ def run_stages(
     """
     results: dict[str, StageResult] = {}
     for number, stage in enumerate(stages, start=1):
-        name = store.name_of(stage, recipe, results)
+        inputs = stage.inputs(recipe)  # once: what they are read from may change while the stage runs
+        name = store.name_of(stage, inputs, results)
         label = f"[{number}/{len(stages)}] {stage.name}"
         folder = store.folder(stage, name)
         with _held(store.lock(stage, name), label, progress):
@@ -60,7 +61,7 @@ def run_stages(
                 started = time.monotonic()
                 output = stage.run(Work(recipe, folder, dict(results), session, progress))
                 seconds = time.monotonic() - started
-                finished = store.finish(stage, name, output, seconds=seconds, inputs=stage.inputs(recipe))
+                finished = store.finish(stage, name, output, seconds=seconds, inputs=inputs)
                 progress.say(f"{label}: done in {seconds:.1f} s")
             else:
                 progress.say(f"{label}: reused ({folder.name})")

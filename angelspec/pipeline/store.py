@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from angelspec.core.files import read_json, write_json_atomic
 from angelspec.core.fingerprint import fingerprint
-from angelspec.core.recipe import Recipe
 from angelspec.pipeline.stage import Stage, StageOutput, StageResult
 
 STAGE_FILE = "stage.json"
@@ -33,13 +33,13 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def name_of(self, stage: Stage, recipe: Recipe, before: Mapping[str, StageResult]) -> str:
-        """The fingerprint of a stage, given its finished predecessors."""
+    def name_of(self, stage: Stage, inputs: Mapping[str, Any], before: Mapping[str, StageResult]) -> str:
+        """The fingerprint of a stage, given its inputs and its finished predecessors."""
         return fingerprint(
             {
                 "stage": stage.name,
                 "version": stage.version,
-                "inputs": stage.inputs(recipe),
+                "inputs": inputs,
                 "before": {name: before[name].output.digest for name in stage.needs},
             }
         )

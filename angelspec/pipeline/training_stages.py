@@ -10,15 +10,14 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from angelspec.core.errors import Interrupted
+from angelspec.core.errors import CheckpointError, Interrupted
 from angelspec.core.fingerprint import fingerprint
 from angelspec.core.recipe import TARGET_LAYER, Recipe, TrainingSection
-from angelspec.drafters.checkpoint import load_drafter
-from angelspec.drafters.target_layer import load_target_layer
+from angelspec.drafters.checkpoint import LoadedDrafter
+from angelspec.drafters.initial_weights import load_start, load_target_layer
 from angelspec.pipeline.data_stages import packed_rows
 from angelspec.pipeline.estimates import amounts
 from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
-from angelspec.targets.target import Target
 from angelspec.training.distributed import announced_ranks
 from angelspec.training.families import WITHOUT_EFFECT, what_training_reads
 from angelspec.training.run import make_features, train_drafter, trained_weights
@@ -53,7 +52,7 @@ def _training_stage(recipe: Recipe, index: int) -> Stage:
         rows = recipe.training.rows_per_step * announced_ranks() // recipe.training.sequence_parallel
         initial = None
         if start is not None:
-            initial = start if start == TARGET_LAYER else _tensors_digest(_initial_weights(recipe))
+            initial = start if start == TARGET_LAYER else _tensors_digest(_loaded_start(recipe).drafter.state_dict())
         return {
             "drafter": config.model_dump(mode="json"),
             "target_dtype": recipe.target.dtype,
@@ -113,7 +112,7 @@ def _run(work: Work, index: int) -> StageOutput:
         before = work.before[stage_name(recipe, index - 1)]
         initial = load_file(before.folder / WEIGHTS)
     elif recipe.drafter.initial_checkpoint is not None:
-        initial = _initial_weights(recipe, target)
+        initial = _initial_weights(work)
     features = work.session.features(
         key=fingerprint(
             [work.before["pack"].output.digest, list(config.target_layer_ids), section.features, recipe.target.dtype]
@@ -146,6 +145,7 @@ def _run(work: Work, index: int) -> StageOutput:
         work.progress.say(f"  no gain over '{chosen}': its weights are kept")
     if work.session.ranks.is_first:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, work.folder / WEIGHTS)
+    trained = rows["train"].summary()
     summary = {
         "steps": result.step,
         "best_step": result.best_step,
@@ -153,6 +153,8 @@ def _run(work: Work, index: int) -> StageOutput:
         "chosen_from": chosen,
         "skipped_steps": result.skipped_steps,
         "supervised_positions": result.supervised_positions,
+        "target_tokens": trained["supervised_tokens"],
+        "workloads": trained["documents_by_workload"],
     }
     work.progress.say(
         f"  {result.step} steps; held-out accepted length {length:.3f} (weights of '{chosen}')"
@@ -181,12 +183,28 @@ def _features(
     return made
 
 
-def _initial_weights(recipe: Recipe, target: Target | None = None) -> dict[str, Tensor]:
-    start = recipe.drafter.initial_checkpoint
+def _loaded_start(recipe: Recipe) -> LoadedDrafter:
+    start = Path(recipe.drafter.initial_checkpoint).expanduser()
+    return load_start(start, recipe.drafter_config(), geometry=recipe.target.geometry)
+
+
+def _initial_weights(work: Work) -> dict[str, Tensor]:
+    """What the recipe starts from, if that is a drafter of this target; another mode's is welcome, and named."""
+    recipe, start = work.recipe, work.recipe.drafter.initial_checkpoint
     if start == TARGET_LAYER:
-        return load_target_layer(target.folder, recipe.drafter_config())
-    loaded = load_drafter(Path(start).expanduser(), geometry=recipe.target.geometry)
-    return dict(loaded.drafter.state_dict())
+        return load_target_layer(work.target(recipe.target.dtype).folder, recipe.drafter_config())
+    found = _loaded_start(recipe)
+    if (manifest := found.manifest) is not None:
+        ours, theirs = work.before["target"].output.digest, manifest.target.digest
+        if ours != theirs:
+            raise CheckpointError(
+                f"the drafter in {start} was trained for {manifest.target.name} of {manifest.target.source} "
+                f"({theirs[:16]}), not for {recipe.target.source} ({ours[:16]})",
+                mend="set target.* to that target, or drop drafter.initial_checkpoint",
+            )
+        if manifest.mode != recipe.mode:
+            work.progress.say(f"  starts from a drafter of {manifest.mode} answers; this one is for {recipe.mode}")
+    return dict(found.drafter.state_dict())
 
 
 def _tensors_digest(tensors: Mapping[str, Tensor]) -> str:

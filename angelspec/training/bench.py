@@ -45,7 +45,9 @@ def bench_training(
     if recipe is None:
         cases = reference_cases(objectives, matmuls, reference=reference, repeats=repeats)
     else:
-        cases = recipe_cases(recipe, overrides=overrides, preset=preset, matmuls=matmuls, repeats=repeats)
+        cases = recipe_cases(
+            recipe, overrides=overrides, preset=preset, matmuls=matmuls, repeats=repeats, device=device
+        )
     return [run_apart(case.model_copy(update={"device": device})) for case in cases]
 
 

@@ -127,15 +127,16 @@ def recipe_cases(
     preset: str | None = None,
     matmuls: Sequence[Precision] = (),
     repeats: int = 5,
+    device: str = "cpu",
 ) -> list[BenchCase]:
-    """One case per stage of a recipe, in its own precision unless ``matmuls`` names others.
+    """One case per stage of a recipe, in its own precision on this device unless ``matmuls`` names others.
 
     Raises:
         RecipeError: the recipe is wrong.
     """
     recipe = load_recipe(name_or_path, preset=preset, overrides=overrides)
     training = recipe.training
-    own = str(product_dtype(training)).removeprefix("torch.")
+    own = str(product_dtype(training, device)).removeprefix("torch.")
     return [
         BenchCase(
             name=recipe.name,
@@ -151,6 +152,7 @@ def recipe_cases(
             on_policy=training.on_policy,
             recompute_depths=training.recompute_depths,
             optimizer=training.optimizer,
+            device=device,
             online=training.features == "online",
             repeats=repeats,
         )

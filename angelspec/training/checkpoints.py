@@ -9,8 +9,8 @@ Layout of a checkpoint folder::
         model.safetensors optimiser.safetensors rng.safetensors     one rank
         sharded/            several ranks: torch.distributed.checkpoint (DCP)
 
-A checkpoint is written to a hidden temporary folder, flushed to disk and renamed; then the pointer is replaced. A
-folder that no pointer names, newer than ``latest``, is the rest of an interrupted save and is ignored.
+A checkpoint is written to a hidden temporary folder, flushed to disk and renamed; then the pointers are replaced,
+``best`` before ``latest``. A folder newer than ``latest`` is the rest of an interrupted save and is written again.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class Checkpoints:
             step: updates done.
             progress: plain data of the loop, without clock times: equal runs write equal bytes.
         """
-        name = f"step-{step:08d}"
+        name = _name(step)
         path, temporary = self.folder / name, self.folder / f".{name}.tmp"
         if self.ranks.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -302,12 +302,25 @@ class Checkpoints:
             temporary.rename(path)
             shutil.rmtree(replaced, ignore_errors=True)
             _flush(self.folder)
-            write_text_atomic(self.folder / "latest", name + "\n")
-            if is_best:
+            if is_best:  # first: a run that is killed here goes on from before, and finds this one the best again
                 write_text_atomic(self.folder / "best", name + "\n")
+            write_text_atomic(self.folder / "latest", name + "\n")
             self._prune()
         self.ranks.barrier()
         return path
+
+    def point_best(self, step: int | None) -> None:
+        """Let ``best`` name what the progress of a resumed run calls best: a killed save may have left another there.
+
+        Args:
+            step: of the best checkpoint; None: there was none yet.
+        """
+        if not self.ranks.is_first:
+            return
+        if step is None:
+            (self.folder / "best").unlink(missing_ok=True)
+        elif (self.folder / _name(step)).is_dir():
+            write_text_atomic(self.folder / "best", _name(step) + "\n")
 
     def _prune(self) -> None:
         """Keep the newest ones and all that a pointer names. A checkpoint left by an interruption goes first: a
@@ -323,6 +336,10 @@ class Checkpoints:
         for path in interrupted + regular[: -self.keep]:
             if path.name not in pointed:
                 shutil.rmtree(path)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def _whole(tensor: Tensor) -> Tensor:

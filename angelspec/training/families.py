@@ -28,6 +28,9 @@ WITHOUT_EFFECT = frozenset(
     }
 )  # fmt: skip
 """Training values that change no weight, or its last bits only."""
+_ONCE_NAMED = {"max_nonfinite_steps": 5}
+"""Values without effect that fingerprints have always held: they hold the default, whatever the recipe says, so that
+finished trainings keep their names."""
 _ONLY_BLOCKS = ("anchors_per_row",)
 _ONLY_MTP = ("on_policy", "recompute_depths", "sequence_parallel")
 
@@ -83,13 +86,13 @@ def held_out_measure(
 
 
 def what_training_reads(section: TrainingSection, config: DrafterConfig) -> dict[str, Any]:
-    """A training section as plain data, without the values that this drafter's family never reads.
+    """A training section as plain data for fingerprints, without the values that this drafter's family never reads.
 
-    It enters fingerprints: a value that another family gained must not rerun a finished training.
+    A value that another family gained must not rerun a finished training.
     """
     unread = _ONLY_BLOCKS if config.family == "mtp" else _ONLY_MTP
     described = section.model_dump(mode="json", exclude=set(unread))
     for stage in described["stages"]:
         if stage["objective"]["slot_weights"] is None:
             del stage["objective"]["slot_weights"]
-    return described
+    return described | _ONCE_NAMED

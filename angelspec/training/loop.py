@@ -336,6 +336,7 @@ class _Run:
         if torch.cuda.is_available():
             torch.cuda.set_rng_state(tensors["rng"][f"rank{self.ranks.rank}-cuda"])
         self.progress = stored
+        self.checkpoints.point_best(stored.best_step)
 
     # ---- telling
 

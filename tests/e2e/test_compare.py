@@ -47,6 +47,9 @@ def test_every_variant_and_seed_is_trained_measured_and_reused(tmp_path):
     assert len(list((tmp_path / "store").glob("pack-*/features/*"))) == 1
     positions = {item.variant: item.supervised_positions for item in first.trainings}
     assert positions["code"] < positions["dfly"] == positions["no head"]
+    trained = [read_json(path)["summary"] for path in (tmp_path / "store").glob("train-cold-start-*/stage.json")]
+    code, everything = sorted({(len(item["workloads"]), item["target_tokens"]) for item in trained})
+    assert code[0] == 1 < everything[0] and code[1] < everything[1]
 
     text = (tmp_path / "out" / "comparison.md").read_text()
     assert "heads help" in text and "comparison.png" in text and (tmp_path / "out" / "comparison.png").exists()

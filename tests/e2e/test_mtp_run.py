@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import pytest
 
+from angelspec.core.errors import CheckpointError
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe_files import load_recipe
 from angelspec.drafters.checkpoint import inspect_checkpoint, load_drafter
 from angelspec.evaluation.report import Report
 from angelspec.pipeline.plan import print_plan
+from angelspec.pipeline.progress import Progress
 from angelspec.pipeline.recipe_run import run_recipe
 from angelspec.training.metrics import read_metrics
+
+
+class Sayings(Progress):
+    """Remembers what was said."""
+
+    def __init__(self):
+        super().__init__(quiet=True)
+        self.lines = []
+
+    def say(self, text):
+        self.lines.append(text)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,12 +52,21 @@ def test_ends_with_a_checked_drafter_and_its_report(tmp_path, name):
 
 def test_a_drafter_goes_on_from_another_one(tmp_path):
     first = run_recipe(load_recipe("tiny-mtp-qwen3"), output=tmp_path / "a", store=tmp_path / "store", quiet=True)
-    changes = (
-        f"drafter.initial_checkpoint={first}", "training.stages.cold-start.steps=2", "training.on_policy=false",
-    )  # fmt: skip
-    recipe = load_recipe("tiny-mtp-qwen3", overrides=changes)
-    again = run_recipe(recipe, output=tmp_path / "b", store=tmp_path / "store", quiet=True)
-    assert DrafterManifest.read(again).training.initial_checkpoint == str(first)
+
+    def goes_on(*changes):
+        start = (f"drafter.initial_checkpoint={first}", "training.stages.cold-start.steps=2", *changes)
+        recipe, said = load_recipe("tiny-mtp-qwen3", overrides=start), Sayings()
+        again = run_recipe(recipe, output=tmp_path / "b", store=tmp_path / "store", quiet=True, progress=said)
+        assert DrafterManifest.read(again).training.initial_checkpoint == str(first)
+        return [line for line in said.lines if "starts from" in line]
+
+    assert goes_on("training.on_policy=false") == []
+    assert goes_on("mode=high-think") == ["  starts from a drafter of no-think answers; this one is for high-think"]
+    manifest = DrafterManifest.read(first)
+    other = manifest.model_copy(update={"target": manifest.target.model_copy(update={"digest": "ab" * 32})})
+    other.write(first)
+    with pytest.raises(CheckpointError, match=r"trained for tiny-qwen3 of random:qwen3 \(abababababababab\), not for"):
+        goes_on("training.stages.cold-start.steps=1")
 
 
 def test_a_target_in_bfloat16_is_measured_and_its_exactness_in_float32(tmp_path):

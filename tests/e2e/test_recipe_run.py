@@ -14,7 +14,7 @@ from angelspec.core.errors import Interrupted, TargetError
 from angelspec.core.files import read_json
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe_files import load_recipe
-from angelspec.drafters.checkpoint import inspect_checkpoint
+from angelspec.drafters.checkpoint import inspect_checkpoint, load_drafter
 from angelspec.evaluation.report import Report
 from angelspec.pipeline.progress import Meter, Progress
 from angelspec.pipeline.recipe_run import run_recipe
@@ -145,7 +145,9 @@ def test_interrupted_again_and_again_and_resumed_gives_the_same_bytes(straight, 
         ("training.stages.end-to-end.steps=4", ["train-end-to-end", "evaluate", "export"]),
         ("training.stages.cold-start.steps=12", ["train-cold-start", "train-end-to-end", "evaluate", "export"]),
         ("training.log_every=1", ["export"]),
+        ("training.max_nonfinite_steps=9", ["export"]),
         ("rollout.keep_finish_reasons=[stop, length, loop]", ["pack", "export"]),
+        ("target.mode_family=plain", ["target", "rollout", "pack", "evaluate", "export"]),  # it renders the same
         ("description=another", ["export"]),
     ],
 )
@@ -212,7 +214,7 @@ def test_a_run_that_waits_for_another_says_so(tmp_path):
     recipe = load_recipe(NAME)
     store, progress = Store(tmp_path / "store"), Recorder()
     stage = stages_of(recipe)[0]
-    lock = store.lock(stage, store.name_of(stage, recipe, {}))
+    lock = store.lock(stage, store.name_of(stage, stage.inputs(recipe), {}))
     waited = []
 
     def say(text, said=progress.say):
@@ -265,6 +267,14 @@ def test_a_target_that_changes_in_place_is_another_target(tmp_path):
     again, progress = first_stages(fresh)
     assert progress.ran == ["target", "decontaminate"]  # the prompts are read without it
     assert again["target"].output.digest != first["target"].output.digest
+
+
+def test_an_exported_embedding_is_the_target_s_and_no_rounded_one(straight, tmp_path):
+    folder, _ = straight
+    recipe = load_recipe(NAME, overrides=["target.dtype=bfloat16", "export={dtype: float32, include_embedding: true}"])
+    drafter = run_recipe(recipe, output=tmp_path, store=folder / "store", quiet=True)
+    for dtype in ("float32", "bfloat16"):
+        load_drafter(drafter, embedding_VD=Session(recipe, device="cpu").target(dtype).embedding_VD)
 
 
 def test_features_of_another_precision_are_other_features(tmp_path):

@@ -20,7 +20,7 @@ from angelspec.drafters.checkpoint import (
     load_drafter,
     save_drafter,
 )
-from angelspec.drafters.target_layer import load_target_layer
+from angelspec.drafters.initial_weights import load_target_layer
 
 QWEN3 = {
     "fc.weight": "eh_proj.weight", "pre_fc_norm_embedding.weight": "enorm.weight",

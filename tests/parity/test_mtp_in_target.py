@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from target_builders import fresh_target, tiny_target, user
 
 from angelspec.drafters.checkpoint import inspect_checkpoint, load_drafter, save_drafter
+from angelspec.drafters.initial_weights import load_target_layer
 from angelspec.drafters.mtp_layouts import public_tensors
 from angelspec.drafters.target_copy import LAYER_FILE, copy_target
-from angelspec.drafters.target_layer import load_target_layer
 
 
 def layer_like(target, mlp):

@@ -9,6 +9,7 @@ from training_builders import CE, DEPTHS, E2E, mtp_config, pattern_rows, section
 from angelspec.core.errors import CheckpointError
 from angelspec.core.recipe import OptimizerSection, TrainingStage
 from angelspec.training import loop
+from angelspec.training.families import what_training_reads
 from angelspec.training.metrics import read_metrics
 from angelspec.training.run import train_drafter, trained_weights
 
@@ -114,6 +115,12 @@ def test_what_a_family_never_reads_is_no_part_of_a_run_s_identity(tmp_path):
     assert train(tmp_path / "depths", anchors_per_row=5, **changes).was_finished
     with pytest.raises(CheckpointError):
         train(tmp_path / "depths", on_policy=False, **changes)
+
+
+def test_how_many_steps_may_be_skipped_is_no_part_of_a_run_s_identity(straight):
+    """A run that stopped at the limit goes on with a higher one."""
+    assert train(straight, max_nonfinite_steps=9).was_finished
+    assert what_training_reads(settings(), tiny_config())["max_nonfinite_steps"] == 5  # as finished trainings are named
 
 
 def test_muon_and_memory_features_resume_exactly_too(tmp_path):

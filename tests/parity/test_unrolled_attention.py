@@ -107,6 +107,33 @@ def test_nobody_asks():
     out.sum().backward()
 
 
+class OnGpu(torch.Tensor):
+    """Passes for a GPU's tensor."""
+
+    is_cuda = property(lambda self: True)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_flex_attention_is_spared_queries_of_length_zero(asked, monkeypatch):
+    """On a GPU too, where an idle rank's rows, or rows that were all refused, ask nothing."""
+    called = []
+
+    def flex(query, key, value, **bounds):
+        called.append(query.shape[0])
+        return torch.zeros_like(query), query.new_zeros(query.shape[:2])
+
+    monkeypatch.setattr("angelspec.ops.unrolled_flex.flex_causal_attention", flex)
+    plan = plan_unrolled(torch.zeros(1, 5, dtype=torch.long), torch.full((1, 5), asked))
+    shapes = [(plan.count, HEADS, CHANNELS), *[(len(plan.visible_P), KV_HEADS, CHANNELS)] * 2]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    mixed, total = causal_attention(*(item.as_subclass(OnGpu) for item in inputs), plan)
+    assert mixed.shape == (plan.count, HEADS, CHANNELS) and total.shape == (plan.count, HEADS)
+    assert called == [5] * asked
+    if not asked:
+        gradients = torch.autograd.grad(mixed.sum() + total.sum(), inputs)
+        assert [item.shape for item in gradients] == [item.shape for item in inputs]
+
+
 def test_the_plan_refuses_padding_and_torn_documents_and_foreign_tensors():
     document = torch.tensor([[0, 0, 1, 0, -1]])
     asked = torch.tensor([[True, False, False, False, False]])

@@ -38,6 +38,8 @@ def test_documents_stand_alone_in_the_rows():
     assert summary["tokens"] == 21 and summary["supervised_tokens"] == 15 and summary["rows"] == 2
     assert summary["padding_share"] == pytest.approx(9 / 30)
     assert summary["documents_by_workload"] == {"chat": 2, "code": 1}
+    summary = packed.only(workloads=["code"]).summary()
+    assert (summary["supervised_tokens"], summary["documents_by_workload"]) == (4, {"code": 1})
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -290,6 +290,12 @@ def test_rollout_through_a_server(tmp_path):
         paths = rollout_shards(
             target, prompts, settings, **options, conversations=conversations, progress=lambda **done: seen.append(done)
         )
+    with serving(echo) as server:  # the server has moved, and the local engine's values are nothing to it
+        moved = {"endpoint_url": server.url, "batch_size": 5, "dtype": "float32", "max_repeated_share": 0.5}
+        settings = settings.model_copy(update=moved)
+        paths[1].unlink()
+        assert rollout_shards(target, prompts, settings, **options, conversations=conversations) == paths
+        assert server.requests == []
     records = list(read_answers(paths))
     assert [len(path.read_text().splitlines()) for path in paths] == [6, 2]
     assert sorted((record.id, record.sample) for record in records) == [

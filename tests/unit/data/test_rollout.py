@@ -13,7 +13,7 @@ from angelspec.core.recipe import RolloutSection
 from angelspec.data import rollout
 from angelspec.data.answers import Prompt, read_answers
 from angelspec.data.generation import generate
-from angelspec.data.rollout import plan_processes, rollout_shards
+from angelspec.data.rollout import plan_processes, rollout_shards, what_answers_depend_on
 from angelspec.data.rollout_worker import ShardJob, answer_in_processes
 
 SECTION = RolloutSection(max_new_tokens=24, batch_size=4, shard_size=5)
@@ -192,6 +192,18 @@ def test_a_folder_holds_one_rollout(tmp_path):
     with pytest.raises(DataError, match="holds another rollout"):
         run(tiny_target("qwen3"), tmp_path)
     run(target, tmp_path, SECTION.model_copy(update={"concurrency": 3, "keep_finish_reasons": ("length",)}))
+
+
+def test_answers_depend_on_what_their_backend_reads():
+    server = RolloutSection(backend="endpoint", endpoint_url="http://a/v1")
+    for section, ignored, read in (
+        (SECTION, {"endpoint_url": "http://b/v1", "endpoint_model": "m", "retries": 1}, {"batch_size": 5}),
+        (server, {"endpoint_url": "http://b/v1", "batch_size": 5, "dtype": "float32"}, {"endpoint_model": "m"}),
+    ):
+        known = what_answers_depend_on(section)
+        for key, value in ignored.items():
+            assert what_answers_depend_on(section.model_copy(update={key: value})) == known
+        assert what_answers_depend_on(section.model_copy(update=read)) != known
 
 
 def test_refusals(tmp_path):

@@ -13,6 +13,7 @@ from angelspec.core.errors import CheckpointError
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.manifest import DrafterManifest, TargetIdentity, TrainingRecord
 from angelspec.core.recipe_files import load_recipe
+from angelspec.drafters import checkpoint
 from angelspec.drafters.checkpoint import (
     convert_checkpoint,
     examine_checkpoint,
@@ -94,6 +95,11 @@ def test_no_embedding_unless_asked_and_then_it_is_compared(tmp_path):
     assert any("embed_tokens.weight is ignored" in note for note in examine_checkpoint(folder).notes)
     with pytest.raises(CheckpointError, match="is not the target's embedding"):
         load_drafter(folder, embedding_VD=embedding + 1)
+    load_drafter(folder, embedding_VD=embedding.bfloat16())  # of a target that was loaded rounded
+    rounded = save_drafter(tiny_drafter("dfly"), tmp_path / "rounded", dtype=torch.bfloat16, embedding_VD=embedding)
+    load_drafter(rounded, embedding_VD=embedding)
+    with pytest.raises(CheckpointError, match="is not the target's embedding"):
+        load_drafter(rounded, embedding_VD=embedding * 1.1)
 
 
 def test_a_renamed_a_misshapen_a_nan_and_a_lost_tensor_are_all_named(export):
@@ -190,6 +196,32 @@ def test_the_target_must_fit(export):
     assert codes(export, geometry=TargetGeometry(**facts)) == []
     other = TargetGeometry(**{**facts, "num_layers": 9, "vocab_size": 51})
     assert codes(export, geometry=other) == [("target-differs", "target_num_layers"), ("target-differs", "vocab_size")]
+
+
+@pytest.mark.parametrize("place", ["between the renames", "behind them"])
+def test_an_export_that_was_killed_while_it_replaced_another_is_made_again(export, tmp_path, monkeypatch, place):
+    inner = Path.rename
+
+    def killed(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    def rename(self, target):
+        if Path(target) == export:
+            killed()
+        return inner(self, target)
+
+    with monkeypatch.context() as patch:
+        if place == "behind them":
+            patch.setattr(checkpoint.shutil, "rmtree", killed)
+        else:
+            patch.setattr(Path, "rename", rename)
+        with pytest.raises(KeyboardInterrupt):
+            save_drafter(tiny_drafter("dfly", seed=5), export)
+    again = tiny_drafter("dfly", seed=6)
+    for _ in range(2):
+        save_drafter(again, export)
+    assert torch.equal(load_drafter(export).drafter.final_norm.weight, again.final_norm.weight)
+    assert [path.name for path in export.parent.iterdir() if "old" in path.name] == []
 
 
 def test_an_export_replaces_an_export_and_nothing_else(export, tmp_path):

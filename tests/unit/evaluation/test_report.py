@@ -100,6 +100,7 @@ def test_speed_is_pooled_too():
     assert _cells(table, "b, temperature 0")["dfly"] == "25.0 (1.00x)"
     assert _cells(table, "all, temperature 0")["dfly"] == "33.3 (1.33x)"
     assert _cells(table, "all, temperature 0")["plain"] == "25.0"
+    assert "in turns, batch 3, on" in table.caption  # of the 4 that the settings allow, as many as there were prompts
 
 
 def test_a_divergence_is_told_with_its_gap():

@@ -123,6 +123,15 @@ def test_says_what_is_not_known():
     assert card_problems(bare, base_model=None, license="apache-2.0") == []
 
 
+def test_says_how_many_of_the_steps_the_weights_have_seen():
+    assert "steps: cold-start (30 steps). The whole" in card()
+    manifest = manifest_of(load_recipe("smollm2-dfly-nothink"))
+    training = manifest.training.model_copy(update={"steps": 20})
+    text = card(manifest=manifest.model_copy(update={"training": training}))
+    assert "entered the loss in 30 steps: cold-start (30 steps); these weights, the best" in text
+    assert "have seen 20 of them." in text
+
+
 def test_a_mode_family_of_one_mode_warns_of_no_other():
     recipe = load_recipe("tiny-dfly-llama")
     plain = recipe.model_copy(update={"target": recipe.target.model_copy(update={"mode_family": "plain"})})

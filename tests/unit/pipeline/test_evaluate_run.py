@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -16,6 +18,7 @@ from angelspec.evaluation.breakeven import PLAIN, BreakEven
 from angelspec.evaluation.report import Report
 from angelspec.pipeline import evaluate_run
 from angelspec.pipeline.evaluate_run import evaluate_checkpoints
+from angelspec.pipeline.session import Session
 from angelspec.targets.target import load_target
 from angelspec.training.export import export_drafter
 
@@ -75,6 +78,21 @@ def test_both_families_in_one_report_with_the_break_even(checkpoints, tmp_path):
     text = (tmp_path / "report.md").read_text()
     assert "### Break-even with depths" in text and "### Step time" in text
     assert "](breakeven-t0.png)" in text and (tmp_path / "breakeven-t0.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("prompts", "loaded"), [(0, ["bfloat16"]), (1, ["bfloat16", "float32"])])
+def test_the_target_in_float32_is_loaded_only_to_compare(checkpoints, tmp_path, monkeypatch, prompts, loaded):
+    folder = shutil.copytree(checkpoints[0], tmp_path / "blocks")
+    manifest = DrafterManifest.read(folder)
+    changes = (f"evaluation.exactness_prompts={prompts}", "evaluation.dtype=bfloat16")
+    manifest.model_copy(update={"recipe": load_recipe("tiny-dfly-llama", overrides=changes)}).write(folder)
+    asked, inner = [], Session.target
+    monkeypatch.setattr(Session, "target", lambda self, dtype: asked.append(dtype) or inner(self, dtype))
+    evaluate_checkpoints(
+        [folder], temperatures=(0.0,), limit=1, max_new_tokens=6, output=tmp_path / "report", quiet=True
+    )
+    assert asked == loaded
+    assert bool(Report.load(tmp_path / "report" / "report.json").exactness) == bool(prompts)
 
 
 def test_shortlists_of_every_size_are_measured_and_drawn(checkpoints, tmp_path):

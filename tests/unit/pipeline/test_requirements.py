@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from angelspec.core.errors import MissingRequirement
+from angelspec.core.geometry import Rope
 from angelspec.core.recipe_files import list_recipes, load_recipe
+from angelspec.drafters.checkpoint import save_drafter
+from angelspec.drafters.families import build_drafter
 from angelspec.pipeline.plan import print_plan
 from angelspec.pipeline.recipe_run import run_recipe
 from angelspec.pipeline.requirements import missing_requirements
@@ -60,6 +63,26 @@ def test_every_recipe_is_planned_without_network_or_model(name, no_network, caps
     text = capsys.readouterr().out
     for stage in ("target", "prompts", "decontaminate", "rollout", "pack", "train-", "evaluate", "export"):
         assert stage in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, []),
+        ({"block_size": 6}, []),
+        ({"mask_token_id": 318}, ["mask_token_id is 318 there, 319 here"]),
+        ({"target_layer_ids": (1, 2, 4)}, ["target_layer_ids is [1, 2, 4] there, [1, 2, 3] here"]),
+        ({"rope": Rope(theta=500.0), "rms_norm_eps": 0.5}, ["rms_norm_eps is 0.5 there, 1e-05 here; rope is {"]),
+    ],
+)
+def test_a_start_whose_shapes_fit_but_that_is_another_drafter_is_said_before_anything_runs(tmp_path, changed, words):
+    config = load_recipe("tiny-dfly-llama").drafter_config().model_copy(update=changed)
+    start = save_drafter(build_drafter(config).initialise(seed=0), tmp_path / "start")
+    recipe = load_recipe("tiny-dfly-llama", overrides=[f"drafter.initial_checkpoint={start}"])
+    missing = missing_requirements(recipe, output=tmp_path)
+    assert len(missing) == len(words)
+    for text, word in zip(missing, words, strict=True):
+        assert text.startswith("drafter.initial_checkpoint: the drafter in") and word in text
 
 
 @pytest.mark.parametrize("key", ["target.chat_template", "drafter.initial_checkpoint"])

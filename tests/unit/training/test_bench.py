@@ -4,6 +4,7 @@ from training_builders import E2E, mtp_config, tiny_config
 
 from angelspec.core.errors import TrainingError
 from angelspec.core.known_targets import KNOWN_TARGETS
+from angelspec.training import precision
 from angelspec.training.bench import bench_training, print_bench, run_apart
 from angelspec.training.bench_cases import OBJECTIVES, BenchCase, recipe_cases, reference_cases
 from angelspec.training.bench_step import measure
@@ -114,3 +115,12 @@ def test_bench_training_measures_the_named_cases(monkeypatch):
     monkeypatch.setattr(bench, "run_apart", lambda case: asked.append(case) or case)
     bench_training(objectives=["lk"], matmuls=["bfloat16"], repeats=7, device="cuda:1")
     assert [(c.objective_name, c.matmul, c.repeats, c.device) for c in asked] == [("lk", "bfloat16", 7, "cuda:1")]
+
+
+def test_a_recipe_is_measured_in_the_precision_that_it_trains_in_on_that_device(monkeypatch):
+    from angelspec.training import bench
+
+    monkeypatch.setattr(precision, "has_bfloat16_products", lambda device: device != "cpu")
+    monkeypatch.setattr(bench, "run_apart", lambda case: (case.device, case.matmul))
+    for device, own in (("cpu", "float32"), ("cuda:1", "bfloat16")):
+        assert set(bench_training("smollm2-dfly-nothink", device=device)) == {(device, own)}

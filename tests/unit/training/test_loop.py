@@ -11,8 +11,10 @@ from training_builders import CE, section
 
 from angelspec.core.acceptance import AcceptanceCounts
 from angelspec.core.errors import CheckpointError, MissingRequirement, TrainingError
+from angelspec.core.files import write_text_atomic
 from angelspec.core.recipe import OptimizerSection, TrainingStage
 from angelspec.objectives.terms import Ratio, SlotCounts
+from angelspec.training import checkpoints
 from angelspec.training.held_out import HeldOutResult
 from angelspec.training.loop import train
 from angelspec.training.metrics import read_metrics
@@ -108,6 +110,29 @@ def test_the_best_checkpoint_is_that_of_the_largest_accepted_length(tmp_path):
     assert (result.best_step, result.best_accepted_length) == (4, pytest.approx(1.5))
     assert (tmp_path / "checkpoints" / "best").read_text() == "step-00000004\n"
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000008\n"
+
+
+@pytest.mark.parametrize("pointer", ["best", "latest"])
+@pytest.mark.parametrize(("lengths", "best"), [([1.5, 1.4, 1.45], 4), ([1.1, 1.15, 1.0], 2)])
+def test_killed_between_the_pointers_and_resumed_the_best_is_what_the_run_says(
+    tmp_path, monkeypatch, pointer, lengths, best
+):
+    """Also where a GPU's other rounding makes the second attempt at a step no best one."""
+
+    def killed(path, text):
+        if path.name == pointer and "step-00000004" in text:
+            raise KeyboardInterrupt
+        write_text_atomic(path, text)
+
+    changes = {"evaluate_every": 2, "save_every": 2, "keep_checkpoints": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "write_text_atomic", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, [steps("cold", 8)], lengths=[1.0, 1.2, 1.5], **changes)
+    result, _, _ = run(tmp_path, [steps("cold", 8)], lengths=lengths, **changes)
+    assert (result.step, result.best_step) == (8, best)
+    pointed = tmp_path / "checkpoints" / (tmp_path / "checkpoints" / "best").read_text().strip()
+    assert json.loads((pointed / "meta.json").read_text())["progress"]["step"] == best
 
 
 def test_a_plateau_ends_its_stage_early_and_the_next_begins(tmp_path):
