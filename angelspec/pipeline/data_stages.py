@@ -30,6 +30,9 @@ from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
 from angelspec.targets.sources import content_of_folder
 from angelspec.targets.target import Target, verify_target
 
+_FOR_A_SERVER = 200_000_000
+"""Answer tokens from which a plan advises a server."""
+
 
 def rendering_inputs(recipe: Recipe) -> Mapping[str, Any]:
     """What the recipe says of how prompts are rendered: the mode, and how the chat template switches it.
@@ -265,6 +268,17 @@ def _shown(record: AnswerRecord, target: Target, mode: str) -> str | None:
     return visible_answer(text, family=target.mode_family, mode=mode)
 
 
+def _rollout_note(recipe: Recipe) -> str:
+    """For rollouts that a server should do: the readable loop of this project is no inference engine."""
+    tokens = amounts(recipe).answer_tokens
+    if recipe.rollout.backend != "local" or tokens is None or tokens < _FOR_A_SERVER:
+        return ""
+    return (
+        f"at 1,000 tokens/s {tokens / 1000 / 86400:.0f} days: serve the target (plain SGLang) and set "
+        "rollout.backend=endpoint, rollout.endpoint_url"
+    )
+
+
 ROLLOUT = Stage(
     name="rollout",
     does="let the frozen target answer the prompts",
@@ -277,6 +291,7 @@ ROLLOUT = Stage(
         tokens=amounts(recipe).answer_tokens,
         disk_bytes=None if amounts(recipe).answer_tokens is None else amounts(recipe).answer_tokens * 8,
         memory_bytes=amounts(recipe).target_bytes,
+        note=_rollout_note(recipe),
     ),
 )
 

@@ -5,6 +5,7 @@ import torch
 
 from angelspec.core.recipe_files import load_recipe
 from angelspec.drafters.families import build_drafter
+from angelspec.pipeline.data_stages import ROLLOUT
 from angelspec.pipeline.estimates import amounts, drafter_parameters
 from angelspec.pipeline.evaluation_stages import evaluate_stage
 from angelspec.training.features import bytes_per_row
@@ -42,3 +43,10 @@ def test_features_are_held_in_the_target_s_precision():
 def test_the_evaluation_counts_every_target_that_the_run_holds(overrides, bytes_each):
     recipe = load_recipe("smollm2-dfly-nothink", overrides=overrides)
     assert evaluate_stage(recipe).estimate(recipe).memory_bytes == bytes_each * 134_515_008
+
+
+def test_a_rollout_for_weeks_is_better_done_by_a_server():
+    large = load_recipe("qwen3-8b-dfly-nothink")
+    note = ROLLOUT.estimate(large).note
+    assert "at 1,000 tokens/s" in note and "rollout.backend=endpoint" in note
+    assert ROLLOUT.estimate(load_recipe("smollm2-dfly-nothink")).note == ""
