@@ -13,6 +13,7 @@ from typing import Any
 
 from angelspec.core.engine import SGLANG_VERSION as SUPPORTED
 from angelspec.core.errors import AngelspecError
+from angelspec.core.installing import install_hint
 from sglang_ext.contract import Internal, troubles
 
 
@@ -122,7 +123,7 @@ def check_version() -> None:
     """Raises CompatibilityError for any version but the supported one."""
     found = installed_version()
     if found is None:
-        raise CompatibilityError("SGLang is not installed", mend='pip install "angelspec[serve]"')
+        raise CompatibilityError("SGLang is not installed", mend=install_hint("serve"))
     if found != SUPPORTED:
         raise CompatibilityError(
             f"SGLang {found} is installed, but this angelspec works with {SUPPORTED}",

@@ -541,7 +541,7 @@ SERVERS = {"hf": HuggingFaceServer, "modelscope": ModelScopeServer}
 def start(kind: str, monkeypatch: pytest.MonkeyPatch) -> LoopbackHub:
     """A server of that kind, and its client led to it with its token."""
     if kind == "modelscope":
-        pytest.importorskip("modelscope_hub", reason="pip install 'angelspec[modelscope]'")
+        pytest.importorskip("modelscope_hub", reason="pip install -e '.[modelscope]'")
     server = SERVERS[kind]()
     endpoint, token = {
         "hf": ("HF_ENDPOINT", "HF_TOKEN"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from angelspec.cli.options import server_key
+from angelspec.core.modes import MODES, Mode
 
 
 @click.group()
@@ -27,6 +28,11 @@ def bundle() -> None:
     required=True,
     metavar="[NAME=]CHECKPOINT",
     help="A folder, hf:ORG/NAME, modelscope:ORG/NAME or a registered name; may repeat, in order of preference.",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(MODES),
+    help="Thinking mode of drafters that say nothing of theirs (no angelspec_manifest.json, not registered).",
 )
 @click.option(
     "--route",
@@ -59,6 +65,7 @@ def bundle() -> None:
 def create_command(
     target: str,
     drafters: tuple[str, ...],
+    mode: Mode | None,
     routes: tuple[str, ...],
     prompts: tuple[str, ...],
     limit: int | None,
@@ -76,7 +83,7 @@ def create_command(
     from angelspec.serving.resolving import compose_bundle, resolve_bundle, with_acceptance, with_routes
 
     parts = serving_parts.parts()
-    made = compose_bundle(target, drafters, parts=parts, name=name, relative_to=output.resolve().parent)
+    made = compose_bundle(target, drafters, parts=parts, name=name, mode=mode, relative_to=output.resolve().parent)
     made = with_routes(made, routes)
     resolved = resolve_bundle(made.located(output.resolve().parent), parts=parts)
     if prompts:

@@ -10,6 +10,7 @@ import click
 
 from angelspec.cli.options import server_key
 from angelspec.core.errors import BundleError, MissingRequirement
+from angelspec.core.installing import install_hint
 
 if TYPE_CHECKING:
     from gradio import Blocks
@@ -65,7 +66,7 @@ def demo(
     Exit codes: 0 stopped by Ctrl-C; 2 something does not fit or is missing; 9 and 10 as of `angelspec serve`.
     """
     if importlib.util.find_spec("gradio") is None:
-        raise MissingRequirement("the demo needs Gradio", mend="install it: pip install 'angelspec[demo]'")
+        raise MissingRequirement("the demo needs Gradio", mend=install_hint("demo" if servers else "serve"))
     if servers and bundle_file is not None:
         raise BundleError("--server and --bundle exclude each other", mend="give one of them")
     from angelspec.demo.app import build_page, launch_page

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from angelspec.core.errors import BundleError
+from angelspec.core.modes import MODES, Mode
 
 _START_SECONDS, _GRACE_SECONDS = 900.0, 30.0
 
@@ -22,6 +23,11 @@ _START_SECONDS, _GRACE_SECONDS = 900.0, 30.0
     metavar="[NAME=]CHECKPOINT",
     help="A folder, hf:ORG/NAME, modelscope:ORG/NAME or a registered name; may repeat. NAME is what requests may route "
     "by (default: the algorithm, such as dfly or mtp).",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(MODES),
+    help="Thinking mode of drafters that say nothing of theirs (no angelspec_manifest.json, not registered).",
 )
 @click.option(
     "--bundle",
@@ -52,6 +58,7 @@ _START_SECONDS, _GRACE_SECONDS = 900.0, 30.0
 def serve(
     target: str | None,
     drafters: tuple[str, ...],
+    mode: Mode | None,
     bundle_file: Path | None,
     host: str,
     port: int,
@@ -69,11 +76,11 @@ def serve(
     has shown that proposals of each trained drafter are accepted. Ctrl-C or SIGTERM ends it with nothing left behind.
 
     All other flags go to SGLang, for example --max-running-requests 64 or --enable-metrics. Refused, by name: pipeline
-    and context parallelism, attention data parallelism, disaggregation, hierarchical caches (HiCache, LMCache,
-    FlexKV), unified memory, LoRA, mixed chunks, returned hidden states, custom logit processors, watermarks,
-    --speculative-* (set up from the bundle), targets with recurrent layers, and attention backends that can't verify
-    rows of different widths in one forward. Without a GPU it runs on angelspec's CPU platform, with a small pool in
-    float32.
+    and context parallelism, attention data parallelism, disaggregation, further caches (HiCache, LMCache, FlexKV,
+    HiSparse), unified memory, LoRA, mixed chunks, two-batch overlap, multiplexed prefill, several HTTP workers, gRPC,
+    returned hidden states, custom logit processors, watermarks, --speculative-* (set up from the bundle), targets with
+    recurrent layers, and attention backends that can't verify rows of different widths in one forward. Without a GPU
+    it runs on angelspec's CPU platform, with a small pool in float32.
 
     Requests are OpenAI's (/v1/chat/completions) or SGLang's (/generate). custom_params may label one:
     {"workload": "code", "mode": "no-think", "route": "dfly", "dcut": 0.5}, each optional.
@@ -85,13 +92,13 @@ def serve(
     from angelspec.serving.launch import check_port, free_port, write_bundle
     from angelspec.serving.launch import serve as run_server
 
-    if (bundle_file is None) == (target is None) or (bundle_file is not None and drafters):
+    if (bundle_file is None) == (target is None) or (target is not None) != bool(drafters):
         raise BundleError("give either --bundle FILE, or --target with --drafter", mend="see `angelspec serve --help`")
     port = port or free_port(host)
     if not dry_run:
         check_port(host, port)
     plan = serving_parts.shown_plan(
-        bundle_file, target=target, drafters=drafters, arguments=sglang_flags, host=host, port=port
+        bundle_file, target=target, drafters=drafters, mode=mode, arguments=sglang_flags, host=host, port=port
     )
     if dry_run:
         click.echo(f"dry run; the command would be:\n{plan.shell_line(str(write_bundle(plan)))}")

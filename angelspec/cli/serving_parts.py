@@ -13,6 +13,7 @@ from angelspec.core.fingerprint import fingerprint
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.locations import cache_folder
+from angelspec.core.modes import Mode
 from angelspec.core.repositories import is_repository_name
 from angelspec.serving.plan import Hardware, ServePlan
 from angelspec.serving.resolving import Examined, FoundDrafter, FoundTarget, Parts
@@ -28,6 +29,7 @@ def shown_plan(
     *,
     target: str | None = None,
     drafters: Sequence[str] = (),
+    mode: Mode | None = None,
     arguments: Sequence[str] = (),
     host: str,
     port: int,
@@ -38,6 +40,7 @@ def shown_plan(
         bundle_file: what to serve; None: ``target`` with ``drafters``.
         target: as on the command line.
         drafters: as on the command line.
+        mode: of drafters that say nothing of theirs.
         arguments: flags for SGLang.
         host: to listen on.
         port: to listen on.
@@ -58,7 +61,7 @@ def shown_plan(
         bundle = load_bundle(bundle_file)
     else:
         assert target is not None, "a caller without a bundle names a target"
-        bundle = compose_bundle(target, drafters, parts=ours)
+        bundle = compose_bundle(target, drafters, parts=ours, mode=mode)
     plan = make_plan(
         resolve_bundle(bundle, parts=ours),
         arguments=arguments,

@@ -95,6 +95,15 @@ MODE_FAMILIES: Mapping[str, ModeFamily] = MappingProxyType(
 )  # fmt: skip
 
 
+_OF_ARCHITECTURE = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "hy_v3": "hy3"}
+
+
+def mode_family_of(architecture: str) -> str | None:
+    """The mode family of the chat templates that come with an architecture (transformers' model_type); None: there is
+    none that angelspec knows."""
+    return _OF_ARCHITECTURE.get(architecture)
+
+
 def mode_family(name: str) -> ModeFamily:
     """Look a family up by name.
 

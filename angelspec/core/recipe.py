@@ -45,7 +45,7 @@ class TargetSection(Section):
     """The frozen model that is sped up."""
 
     name: str | None = None
-    """A target angelspec knows (see `angelspec recipe list`); fills source, mode_family and geometry."""
+    """A target angelspec knows (they are listed in recipes/README.md); fills source, mode_family and geometry."""
     source: str | None = None
     """Where it comes from: folder:PATH, hf:ORG/NAME[@REVISION], modelscope:ORG/NAME[@REVISION],
     wheel:PACKAGE==VERSION#FILE.gguf, or random:llama|qwen3|hy3 (tiny, for tests)."""

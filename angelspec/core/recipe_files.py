@@ -18,7 +18,7 @@ from angelspec.core.files import read_json
 from angelspec.core.geometry import TargetGeometry, spread_layer_ids
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.locations import resource_folder
-from angelspec.core.modes import mode_family
+from angelspec.core.modes import mode_family, mode_family_of
 from angelspec.core.problems import problems
 from angelspec.core.recipe import (
     ALGORITHMS,
@@ -33,7 +33,6 @@ from angelspec.core.recipe import (
 from angelspec.core.yaml_text import YamlError, parse_yaml
 
 _META_KEYS = ("base", "presets", "abstract")
-_MODE_FAMILY_OF_ARCHITECTURE = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "hy_v3": "hy3"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,9 @@ def find_recipe(name_or_path: str) -> Path:
     if name_or_path.endswith((".yaml", ".yml")):
         path = Path(name_or_path)
         if not path.is_file():
-            raise RecipeError(f"recipe file '{path}' does not exist")
+            raise RecipeError(
+                f"recipe file '{path}' does not exist", mend="check the path; it counts from where you are"
+            )
         return path
     shipped = resource_folder("recipes") / f"{name_or_path}.yaml"
     if shipped.is_file():
@@ -116,7 +117,9 @@ def load_recipe(name_or_path: str, *, preset: str | None = None, overrides: Sequ
             stated |= {rest.partition(".")[0]} if rest else set(document["drafter"] or ())
     document = _drop_other_family(before, document, stated=stated)
     if document.pop("abstract", False):
-        raise RecipeError(f"'{path.stem}' only serves as a base for other recipes")
+        raise RecipeError(
+            f"'{path.stem}' only serves as a base for other recipes", mend=f"write a recipe with `base: {path.stem}`"
+        )
     for key in _META_KEYS:
         document.pop(key, None)
     changed = "".join(f" --set {override}" for override in overrides)
@@ -182,7 +185,9 @@ def apply_override(document: Mapping[str, Any], override: str) -> dict[str, Any]
     path, separator, text = override.partition("=")
     keys = path.strip().split(".")
     if not separator or not all(keys):
-        raise RecipeError(f"override '{override}' is not of the form section.field=value")
+        raise RecipeError(
+            f"override '{override}' is not of the form section.field=value", mend="for example --set training.seed=1"
+        )
     if keys[0] in _META_KEYS:
         raise RecipeError(
             f"override '{override}': '{keys[0]}' belongs to the file",
@@ -356,7 +361,7 @@ def _resolve_target(recipe: Recipe) -> tuple[Any, tuple[int, ...]]:
         return target.model_copy(update=filled), known.mask_token_ids
     if target.source is None:
         raise RecipeError(
-            "target: give name (see `angelspec recipe list`) or source",
+            f"target: give name (known: {', '.join(KNOWN_TARGETS)}) or source",
             mend="for example target.source: folder:/models/my-model",
         )
     geometry = target.geometry
@@ -382,7 +387,7 @@ def default_mode_family(target: TargetSection) -> str:
     """
     if target.name is not None:
         return KNOWN_TARGETS[target.name].mode_family
-    return _MODE_FAMILY_OF_ARCHITECTURE.get(target.geometry.architecture, "plain")
+    return mode_family_of(target.geometry.architecture) or "plain"
 
 
 def _geometry_of_folder(folder: Path) -> TargetGeometry:

@@ -140,7 +140,7 @@ def parse_registry(text: str) -> Registry:
         content = parse_yaml(text)
         return Registry.model_validate(content)
     except YamlError as error:
-        raise CheckpointError(f"{REGISTRY_FILE} is no YAML: {error}", mend="mend the file") from error
+        raise CheckpointError(f"{REGISTRY_FILE} is no YAML: {error}", mend="correct the YAML there") from error
     except ValidationError as error:
         found = [_by_name(problem, content) for problem in problems(error, Registry)]
         lines = "\n".join(f"  {problem}" for problem in found)

@@ -98,7 +98,10 @@ def judge(error: BaseException, *, doing: str, place: str, tokens: Sequence[str]
     if "LFS batch API returned errors" in texts:
         words = redact(texts[texts.index("LFS batch API") :], tokens)[:_LONGEST_WORDS]
         return Failure(
-            ContentRefused(f"{place}: the hub does not take a large file ({words})", mend="see what it says")
+            ContentRefused(
+                f"{place}: the hub does not take a large file ({words})",
+                mend="the hub's words say why; its size limits are the usual cause",
+            )
         )
     if names & {"FileIntegrityError", "FileSizeMismatchError"} or "Consistency check failed" in texts:
         return Failure(
@@ -117,7 +120,10 @@ def judge(error: BaseException, *, doing: str, place: str, tokens: Sequence[str]
         return Failure(_unavailable(f"the connection failed{said}", doing=doing, place=place), retryable=True)
     if any(type(item).__module__.split(".")[0] in _CLIENTS for item in chain):
         return Failure(
-            ContentRefused(f"{place}: the hub refuses to {doing}{said or f' ({names})'}", mend="see what the hub says")
+            ContentRefused(
+                f"{place}: the hub refuses to {doing}{said or f' ({names})'}",
+                mend="the hub's words say why; if they do not, its status page may",
+            )
         )
     return None
 
@@ -157,7 +163,10 @@ def _judge_status(status: int, *, said: str, doing: str, place: str, after: floa
             )
         )
     return Failure(
-        ContentRefused(f"{place}: the hub refuses to {doing} ({status}){said}", mend="see what the hub says")
+        ContentRefused(
+            f"{place}: the hub refuses to {doing} ({status}){said}",
+            mend="the hub's words say why; if they do not, its status page may",
+        )
     )
 
 

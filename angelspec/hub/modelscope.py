@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from angelspec.core.errors import MissingRequirement
+from angelspec.core.installing import install_hint
 from angelspec.core.repositories import HubKind
 from angelspec.hub.failures import AccessDenied, NotOnHub
 from angelspec.hub.staging import StagedFile
@@ -29,7 +30,7 @@ try:
     from modelscope_hub.errors import NotExistError
 except ImportError as error:
     raise MissingRequirement(
-        "ModelScope needs the package 'modelscope', 1.40 or newer", mend="pip install 'angelspec[modelscope]'"
+        "ModelScope needs the package 'modelscope', 1.40 or newer", mend=install_hint("modelscope")
     ) from error
 
 _MODEL = "model"

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from angelspec import __version__
+from angelspec.core.installing import install_hint
 from angelspec.core.locations import cache_folder
 from angelspec.core.recipe_files import list_recipes, load_recipe
 from angelspec.pipeline.progress import table_console
@@ -24,10 +25,10 @@ _CORE_PACKAGES = (
     "gguf",
 )  # fmt: skip
 _OPTIONAL_PACKAGES = {
-    "modelscope": ("models from ModelScope", "pip install 'angelspec[modelscope]'"),
-    "tensorboard": ("training curves in TensorBoard", "pip install 'angelspec[tracking]'"),
-    "sglang": ("serving with SGLang", "pip install 'angelspec[serve]'"),
-    "gradio": ("the live demo", "pip install 'angelspec[demo]'"),
+    "modelscope": ("models from ModelScope", install_hint("modelscope")),
+    "tensorboard": ("training curves in TensorBoard", install_hint("tracking")),
+    "sglang": ("serving with SGLang", install_hint("serve")),
+    "gradio": ("the live demo", install_hint("demo")),
 }
 
 

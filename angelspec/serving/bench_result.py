@@ -230,7 +230,9 @@ class BenchResult(BaseModel):
         try:
             return cls.model_validate(read_json(path))
         except (OSError, ValueError, ValidationError) as error:
-            raise DataError(f"{path} is no result of `angelspec bench serve`: {error}") from error
+            raise DataError(
+                f"{path} is no result of `angelspec bench serve`: {error}", mend=f"give {RESULT_FILE} or its folder"
+            ) from error
 
 
 def cells_of(windows: Sequence[Window], *, baseline: str) -> list[Cell]:

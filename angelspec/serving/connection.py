@@ -69,7 +69,9 @@ def check(response: httpx.Response, body: bytes) -> None:
         keyless = response.status_code in (401, 403)
         mend = f"give the server's API key: --api-key KEY, or {SERVER_KEY_VARIABLE}" if keyless else None
         raise RequestRefused(words, status=response.status_code, mend=mend)
-    raise ServerUnreachable(f"{_shown(response)}: the server fails ({response.status_code}): {words}")
+    raise ServerUnreachable(
+        f"{_shown(response)}: the server fails ({response.status_code}): {words}", mend="see the server's log"
+    )
 
 
 def json_object(response: httpx.Response) -> dict[str, Any]:

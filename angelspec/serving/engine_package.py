@@ -9,11 +9,8 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from angelspec.core.engine import SGLANG_VERSION
 from angelspec.core.errors import MissingRequirement
+from angelspec.core.installing import install_hint
 
-_INSTALL = (
-    "in an environment of its own, since SGLang pins other versions: python3 -m venv .venv-serve && "
-    ".venv-serve/bin/pip install 'angelspec[serve]' (in a clone: -e '.[serve]')"
-)
 _PLUGINS, _PLUGIN = "sglang.srt.plugins", "angelspec"
 
 
@@ -26,14 +23,16 @@ def check_engine() -> str:
     try:
         found = version("sglang")
     except PackageNotFoundError:
-        raise MissingRequirement("serving needs SGLang, which is not installed here", mend=_INSTALL) from None
+        raise MissingRequirement(
+            "serving needs SGLang, which is not installed here", mend=install_hint("serve")
+        ) from None
     if found != SGLANG_VERSION:
         raise MissingRequirement(
-            f"SGLang {found} is installed; the extension works inside {SGLANG_VERSION} only", mend=_INSTALL
+            f"SGLang {found} is installed; the extension works inside {SGLANG_VERSION} only", mend=install_hint("serve")
         )
     if _PLUGIN not in [point.name for point in entry_points(group=_PLUGINS)]:
         raise MissingRequirement(
             "SGLang would not find angelspec's extension: its entry point is not installed",
-            mend="install angelspec as a package (pip install, or pip install --editable in a clone)",
+            mend="install angelspec as a package: in the clone, pip install -e .",
         )
     return found

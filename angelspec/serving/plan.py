@@ -224,6 +224,8 @@ def _notes(resolved: ResolvedBundle, flags: Sequence[Flag], defaults: Mapping[st
         if not drafter.is_trained
     ]
     family = mode_family(resolved.bundle.target.mode_family)
+    if family.name == "plain":
+        notes.append("how this target's thinking is switched is not known: every request counts as no-think")
     if not resolved.bundle.of_mode(family.default):
         notes.append(
             f"requests that say nothing of thinking are {family.default}, for which there is no drafter: they decode "

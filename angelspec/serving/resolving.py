@@ -23,7 +23,7 @@ from angelspec.core.errors import BundleError
 from angelspec.core.files import read_json
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.manifest import DrafterManifest
-from angelspec.core.modes import Mode
+from angelspec.core.modes import Mode, mode_family_of
 from angelspec.serving.answers import EngineState
 
 
@@ -117,7 +117,13 @@ class ResolvedBundle:
 
 
 def compose_bundle(
-    target: str, drafters: Sequence[str], *, parts: Parts, name: str = "", relative_to: Path | None = None
+    target: str,
+    drafters: Sequence[str],
+    *,
+    parts: Parts,
+    name: str = "",
+    mode: Mode | None = None,
+    relative_to: Path | None = None,
 ) -> Bundle:
     """A bundle of what a user names on a command line.
 
@@ -126,6 +132,7 @@ def compose_bundle(
         drafters: ``[NAME=]CHECKPOINT``; without a name a drafter is called by its algorithm.
         parts: see ``Parts``.
         name: of the bundle.
+        mode: of drafters of which neither a manifest nor the registry says it.
         relative_to: folder of the bundle's file: paths are written as seen from it; None: absolute.
 
     Returns:
@@ -144,7 +151,7 @@ def compose_bundle(
         found = parts.find_drafter(source)
         examined = _examined(source, found, resolved, found_target, parts)
         said = _source(source, relative_to)
-        entry, acceptance = _entry(source, found, examined, label=label or "", said=said, taken=entries)
+        entry, acceptance = _entry(source, found, examined, label=label or "", said=said, taken=entries, mode=mode)
         entries.append(entry.model_copy(update={"digest": parts.digest(found.folder, None)}))
         measured += acceptance
         if examined.manifest is not None:
@@ -158,7 +165,7 @@ def compose_bundle(
         name=name,
         target=BundleTarget(
             source=_source(target, relative_to),
-            mode_family=next(iter(families), None) or "plain",
+            mode_family=next(iter(families), None) or mode_family_of(resolved.geometry.architecture) or "plain",
             digest=resolved.digest,
         ),
         drafters=tuple(entries),
@@ -201,9 +208,9 @@ def resolve_bundle(bundle: Bundle, *, parts: Parts) -> ResolvedBundle:
         )
     problems += _apart(resolved)
     if not bundle.drafters:
-        problems.append("there is no drafter")
+        problems.append("there is no drafter: add one, or serve the target with plain SGLang")
     if problems:
-        raise BundleError("\n".join(problems), mend="use the target and the mode that each drafter was trained for")
+        raise BundleError("\n".join(problems), mend="change what is named, or create the bundle again")
     located_target = bundle.target.model_copy(update={"source": str(target.folder), "digest": target.digest})
     local = bundle.model_copy(
         update={"target": located_target, "drafters": tuple(drafter.entry for drafter in resolved)}
@@ -265,14 +272,15 @@ def _entry(
     label: str,
     said: str,
     taken: Sequence[BundleDrafter],
+    mode: Mode | None,
 ) -> tuple[BundleDrafter, list[WorkloadAcceptance]]:
     manifest, config = examined.manifest, examined.config
     assert config is not None, "an examined drafter without problems has a configuration"
-    mode = manifest.mode if manifest is not None else found.mode
+    mode = manifest.mode if manifest is not None else found.mode or mode
     if mode is None:
         raise BundleError(
             f"drafter '{text}' has no angelspec_manifest.json, so the thinking mode it was trained for is unknown",
-            mend="write a bundle file that states its mode, and serve that with --bundle",
+            mend="state it with --mode no-think or --mode high-think",
         )
     algorithm = manifest.algorithm if manifest is not None else found.algorithm or config.algorithm
     name = label or _free_name(algorithm.replace("+", "-"), mode, [entry.name for entry in taken])

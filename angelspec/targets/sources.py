@@ -18,6 +18,7 @@ from filelock import FileLock
 
 from angelspec.core.errors import HubError, MissingRequirement, TargetError, suggest
 from angelspec.core.files import read_json, write_json_atomic
+from angelspec.core.installing import install_hint
 from angelspec.core.locations import cache_folder
 from angelspec.core.model_content import content_digest, weight_files
 from angelspec.core.network import transport_errors
@@ -302,9 +303,7 @@ def _fetch_modelscope(source: Source, *, trust_remote_code: bool, say: Progress)
     try:
         from modelscope import snapshot_download
     except ImportError as error:
-        raise MissingRequirement(
-            f"{source} needs the package 'modelscope'", mend="pip install 'angelspec[modelscope]'"
-        ) from error
+        raise MissingRequirement(f"{source} needs the package 'modelscope'", mend=install_hint("modelscope")) from error
     patterns = [*_ALLOWED_FILES, *(_CODE_FILES if trust_remote_code else ())]
     # modelscope resumes inside this folder; check_folder tells an unfinished one from a finished one.
     folder.mkdir(parents=True, exist_ok=True)

@@ -291,10 +291,16 @@ def load_target(section: TargetSection, *, dtype: torch.dtype, device: torch.dev
                 folder, dtype=dtype, attn_implementation=grouped_attention.register(), **options
             )
     except (OSError, ValueError, RuntimeError) as error:
-        raise TargetError(f"target {name} at {folder} cannot be loaded: {error}") from error
+        raise TargetError(
+            f"target {name} at {folder} cannot be loaded: {error}",
+            mend="check its files, and that this version of transformers knows its architecture",
+        ) from error
     kinds = sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]))
     if kinds != ["full_attention"]:
-        raise TargetError(f"target {name} uses {', '.join(kinds)}; only full attention in every layer is supported")
+        raise TargetError(
+            f"target {name} uses {', '.join(kinds)}; only full attention in every layer is supported",
+            mend="use another target",
+        )
     return Target(
         section=section,
         name=name,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from angelspec.core.errors import MissingRequirement
 from angelspec.core.files import write_text_atomic
+from angelspec.core.installing import install_hint
 
 FILE_NAME = "metrics.jsonl"
 
@@ -40,7 +41,7 @@ class MetricsLog:
             except ImportError as error:
                 raise MissingRequirement(
                     "training.tracker is tensorboard and the package tensorboard is not installed",
-                    mend="pip install 'angelspec[tracking]', or set training.tracker=none",
+                    mend=f"{install_hint('tracking')}, or set training.tracker=none",
                 ) from error
             self._board = SummaryWriter(folder / "tensorboard", purge_step=resume_step + 1)
 

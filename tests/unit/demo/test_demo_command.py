@@ -31,7 +31,7 @@ def failed(*arguments: str) -> str:
 
 def test_without_gradio_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'angelspec[demo]'" in failed()
+    assert "pip install -e '.[serve,demo]'" in failed()
 
 
 @needs_gradio

@@ -136,7 +136,7 @@ def test_a_client_that_is_not_installed_stops_its_own_destination_only(both, pub
     monkeypatch.delitem(sys.modules, "angelspec.hub.modelscope", raising=False)
     outcomes = go(publication, to(both["modelscope"]), to(both["hf"]))
     assert [outcome.state for outcome in outcomes] == ["failed", "published"]
-    assert "pip install 'angelspec[modelscope]'" in outcomes[0].detail and exit_code(outcomes) == 2
+    assert "pip install -e '.[modelscope]'" in outcomes[0].detail and exit_code(outcomes) == 2
 
 
 def test_a_commit_that_we_have_not_seen_is_not_built_upon(both, publication):

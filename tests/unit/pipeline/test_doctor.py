@@ -16,8 +16,8 @@ def test_every_way_to_get_a_missing_part_is_shown_whole(capsys):
         item["version"] = None
     print_examination(examination)
     shown = " ".join(capsys.readouterr().out.split())
-    for extra in ("modelscope", "tracking", "serve", "demo"):
-        assert f"pip install 'angelspec[{extra}]'" in shown
+    for extra in ("modelscope", "tracking", "serve,demo", "demo"):
+        assert f"pip install -e '.[{extra}]'" in shown
 
 
 def test_json_lists_versions_caches_and_recipes():

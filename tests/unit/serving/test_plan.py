@@ -383,4 +383,4 @@ def test_a_missing_engine_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr("angelspec.serving.engine_package.version", nothing)
     with pytest.raises(MissingRequirement) as missing:
         check_engine()
-    assert "pip install 'angelspec[serve]'" in str(missing.value)
+    assert "pip install -e '.[serve,demo]'" in str(missing.value)

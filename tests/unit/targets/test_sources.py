@@ -202,7 +202,7 @@ def test_modelscope_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "modelscope", None)
     with pytest.raises(MissingRequirement) as caught:
         materialise("modelscope:Qwen/Qwen3-8B")
-    assert "angelspec[modelscope]" in caught.value.mend
+    assert ".[modelscope]" in caught.value.mend
     assert not is_at_hand("modelscope:Qwen/Qwen3-8B")
 
 
