@@ -47,7 +47,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.core: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/pip install --quiet --editable .
+	$(BIN)/pip install --quiet $(TORCH) --editable .
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python

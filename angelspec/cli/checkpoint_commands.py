@@ -71,7 +71,12 @@ def check_command(path: Path, as_json: bool) -> None:
 @checkpoint.command("convert")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path))
-@click.option("--to", "dialect", required=True, help="angelspec, or a public dialect that can express the drafter.")
+@click.option(
+    "--to",
+    "dialect",
+    required=True,
+    help="angelspec (any drafter), dflash (DFlash), dspark (DSpark), qwen3 (dense MTP) or hy3 (MTP with experts).",
+)
 @click.option(
     "--target",
     "target_folder",
@@ -87,7 +92,7 @@ def convert_command(path: Path, output: Path, dialect: str, target_folder: Path 
 
 @checkpoint.command("card")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--name", help="By which its commands name the drafter (default: the folder's name).")
+@click.option("--name", help="By which its commands name the drafter (default: the folder's name, or the recipe's).")
 @click.option("--license", "license_name", metavar="ID", help="The drafter's licence (default: the target's).")
 @click.option("--base-model", metavar="ORG/NAME", help="The target on the Hugging Face hub, if angelspec can't know.")
 @click.option("--overwrite", is_flag=True, help="Write a README.md that is there anew.")
@@ -106,6 +111,7 @@ def card_command(
     from angelspec.hub.staging import CARD_FILE
     from angelspec.pipeline.card_facts import base_model as known_base
     from angelspec.pipeline.card_facts import card_facts, target_license
+    from angelspec.pipeline.recipe_run import DRAFTER_FOLDER
 
     manifest = DrafterManifest.read(folder)
     if manifest is None:
@@ -120,7 +126,7 @@ def card_command(
     facts = card_facts(
         folder,
         manifest,
-        name=name or folder.resolve().name,
+        name=name or (manifest.recipe.name if folder.resolve().name == DRAFTER_FOLDER else folder.resolve().name),
         license=license_name,
         base=base_model or known_base(manifest),
     )

@@ -37,7 +37,9 @@ from angelspec.cli.drafters import find
     help="Candidates per slot that a sequential head rescores; 0: the whole vocabulary.",
 )
 @click.option(
+    "--dcut",
     "--cut",
+    "cut",
     type=click.FloatRange(min=0, max=1, min_open=True),
     help="D-cut with this share of the proposals kept, for example 0.5.",
 )

@@ -133,7 +133,8 @@ def run_command(recipe: Recipe) -> str:
             for preset in (None, *shipped.presets):
                 if load_recipe(shipped.name, preset=preset) == recipe:
                     return f"angelspec recipe run {recipe.name}" + (f" --preset {preset}" if preset else "")
-    return "angelspec recipe run recipe.yaml  # the resolved recipe, as `recipe` of angelspec_manifest.json holds it"
+    reading = "import json; print(json.dumps(json.load(open('angelspec_manifest.json'))['recipe']))"
+    return f'python -c "{reading}" > recipe.yaml && angelspec recipe run recipe.yaml'
 
 
 def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,6 +92,7 @@ def _type(annotation: Any) -> str:
         return "section"
     text = str(annotation).replace("typing.", "").replace("NoneType", "None")
     text = re.sub(r"angelspec\.[\w.]*\.(\w+)", r"\1", text)
+    text = re.sub(r"Annotated\[(\w+), FieldInfo\(.*?metadata=\[[^\]]*\]\)\]", r"\1", text)
     return f"`{text}`".replace("|", "\\|")
 
 

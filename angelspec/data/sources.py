@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +57,15 @@ def locate(source: PromptSource) -> SourceContent:
         name, revision = _hub_name(source)
         return SourceContent(source, commit=hub_revision(name, revision=revision))
     return SourceContent(source, files=files, digests=tuple(file_sha256(path) for path in files))
+
+
+def absent_files(sources: Iterable[PromptSource]) -> list[str]:
+    """The ``file:`` sources among these that are not on this machine."""
+    return [
+        source.source
+        for source in sources
+        if source.source.startswith("file:") and not Path(source.source.removeprefix("file:")).expanduser().exists()
+    ]
 
 
 def at_commit(source: PromptSource, commit: str) -> PromptSource:

@@ -241,7 +241,7 @@ def _measured(facts: CardFacts) -> str:
         return "## Measured\n\nNothing was measured yet.\n"
     temperatures = sorted({item.temperature for item in manifest.acceptance})
     lines = ["## Measured", "", "Accepted length by real speculative decoding, finished answers:", ""]
-    lines += [_length_table(manifest.acceptance, temperatures)]
+    lines += [_length_table(manifest.acceptance, temperatures, algorithm=_algorithm(manifest))]
     if any(item.finished.full_depth_steps for item in manifest.acceptance):
         lines += ["Share of full-depth steps whose proposals 1 to k were all accepted (p_k), all suites:", ""]
         lines += [_position_table(manifest.acceptance, temperatures)]
@@ -256,11 +256,12 @@ def _measured(facts: CardFacts) -> str:
         lines += [f"Measured {measured.measured} on {measured.machine}; {measured.settings}; {versions}.", ""]
         lines += ["What the figures mean:", ""]
         lines += [f"- **{name}**: {text}" for name, text in measured.definitions.items()]
-        lines += ["", "To get them again:", "", "```bash", *measured.commands, "```", ""]
+        lines += ["", "To get them again, with the files (and the drafter to start from) that the recipe names:", ""]
+        lines += ["```bash", *measured.commands, "```", ""]
     return "\n".join(lines)
 
 
-def _length_table(cells: Sequence[MeasuredAcceptance], temperatures: Sequence[float]) -> str:
+def _length_table(cells: Sequence[MeasuredAcceptance], temperatures: Sequence[float], *, algorithm: str) -> str:
     rows = []
     suites = list(dict.fromkeys((item.suite, item.workload) for item in cells))
     for suite, workload in [*suites, (None, None)]:
@@ -275,7 +276,7 @@ def _length_table(cells: Sequence[MeasuredAcceptance], temperatures: Sequence[fl
         rows.append(row)
     columns = ["suite"]
     for temperature in temperatures:
-        columns += [f"temperature {temperature:g}", "prompt lookup", "steps"]
+        columns += [f"{algorithm}, temperature {temperature:g}", "prompt lookup", "verify steps"]
     return table(columns, rows)
 
 
@@ -347,7 +348,11 @@ def _training(facts: CardFacts) -> str:
     kept = f"; these weights, the best on held-out answers, have seen {training.steps:,} of them"
     documents = ", ".join(f"{count:,} {workload}" for workload, count in training.workloads.items())
     documents = f" in {documents} documents" if documents else ""
-    start = f" It started from `{_public(training.initial_checkpoint)}`." if training.initial_checkpoint else ""
+    start = (
+        f" It started from the weights of a training before it (`{_public(training.initial_checkpoint)}`)."
+        if training.initial_checkpoint
+        else ""
+    )
     data_text = (
         f"Data: {sources}. {answers} Prompts that share {data.decontaminate_tokens} tokens in a row with an evaluation "
         "example were dropped."

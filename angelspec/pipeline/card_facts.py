@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
+from angelspec.core.engine import SGLANG_VERSION
 from angelspec.core.errors import DataError
 from angelspec.core.files import read_json
 from angelspec.core.known_targets import KNOWN_TARGETS, KnownTarget
@@ -99,16 +99,8 @@ def card_facts(
 
 
 def _with_version(engine: str) -> str:
-    """An engine with the version that angelspec is made for, as its own requirements say it."""
-    try:
-        wanted = requires("angelspec") or []
-    except PackageNotFoundError:
-        wanted = []
-    for item in wanted:
-        found = re.match(rf"{re.escape(engine.lower())}==([\w.]+)", item)
-        if found:
-            return f"{engine} {found[1]}"
-    return engine
+    """An engine with the version that angelspec is made for, where that is known."""
+    return engine.replace("SGLang", f"SGLang {SGLANG_VERSION}", 1)
 
 
 def _caption(path: Path) -> str:

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from angelspec.core.errors import CheckpointError, RecipeError
+from angelspec.core.errors import CheckpointError, DataError, RecipeError
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe import Recipe
 from angelspec.core.recipe_files import resolve, validate
 from angelspec.data.prompt_items import prompt_source
 from angelspec.data.reading import read_sources
+from angelspec.data.sources import absent_files
 from angelspec.decoding.proposers import drafter_proposer
 from angelspec.decoding.speculative import CutPolicy
 from angelspec.drafters.checkpoint import load_drafter
@@ -211,6 +212,11 @@ def _recipe(
     document["evaluation"].update({key: value for key, value in changes.items() if value is not None})
     if shortlist is not None:
         document["evaluation"]["shortlist"] = shortlist or None
+    if not prompts and (absent := absent_files(manifest.recipe.data.evaluation)):
+        raise DataError(
+            f"the drafter was measured on files that are not here: {', '.join(absent)}",
+            mend="give prompts, such as --prompts math=builtin:eval/math",
+        )
     if prompts:
         document["data"]["evaluation"] = [prompt_source(item).model_dump(mode="json") for item in prompts]
     if target_source is not None:
@@ -222,4 +228,4 @@ def _cut_policy(ratio: float | None) -> CutPolicy | None:
     try:
         return None if ratio is None else CutPolicy(ratio=ratio)
     except ValidationError:
-        raise RecipeError(f"--cut {ratio:g}: no share of proposals", mend="give one above 0, and at most 1") from None
+        raise RecipeError(f"--dcut {ratio:g}: no share of proposals", mend="give one above 0, and at most 1") from None

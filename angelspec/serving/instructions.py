@@ -37,8 +37,8 @@ def serve_instructions(
     ours = ServeInstruction(
         "SGLang with angelspec",
         f"angelspec serve --target {shlex.quote(named)} --drafter {shlex.quote(str(checkpoint))}",
-        f"requests with chat_template_kwargs={arguments} use it, others are decoded plainly; "
-        "more drafters: --drafter again",
+        f"requests with chat_template_kwargs={arguments} use the drafter, others are decoded plainly; --drafter may "
+        "repeat; angelspec is installed from its repository",
     )
     if isinstance(config, MtpDrafterConfig):
         return [ours, *_mtp_instructions(config, checkpoint=checkpoint, target=target, family=family, request=request)]

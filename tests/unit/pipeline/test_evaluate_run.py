@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from drafter_builders import tiny_drafter
 from mtp_builders import fitting_mtp
 
 from angelspec.cli.main import cli
-from angelspec.core.errors import CheckpointError, RecipeError
+from angelspec.core.errors import CheckpointError, DataError, RecipeError
 from angelspec.core.manifest import DrafterManifest, TargetIdentity, TrainingRecord
 from angelspec.core.recipe_files import load_recipe
 from angelspec.evaluation.breakeven import PLAIN, BreakEven
@@ -162,3 +163,15 @@ def test_the_commands_batch_sizes(tmp_path, monkeypatch, options, expected):
     assert result.exit_code == 0, result.output
     assert received["breakeven"] == expected
     assert CliRunner().invoke(cli, ["evaluate", str(tmp_path), "--breakeven-batch", "0"]).exit_code == 2
+
+
+def test_prompts_that_did_not_come_with_the_drafter_are_named(checkpoints, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(checkpoints[0], folder)
+    path = folder / "angelspec_manifest.json"
+    document = json.loads(path.read_text())
+    document["recipe"]["data"]["evaluation"][0]["source"] = "file:gone.jsonl"
+    path.write_text(json.dumps(document))
+    with pytest.raises(DataError, match="gone.jsonl") as refused:
+        evaluate_checkpoints([folder], quiet=True)
+    assert "--prompts" in refused.value.mend

@@ -2,6 +2,8 @@
 
 import io
 import tomllib
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import serving_builders
@@ -18,7 +20,7 @@ from angelspec.serving.engine_package import check_engine
 from angelspec.serving.failures import ServingError
 from angelspec.serving.flags import check_flags, flag_value, parse_flags
 from angelspec.serving.plan_table import print_bundle, print_plan
-from angelspec.serving.resolving import compose_bundle, resolve_bundle, with_acceptance, with_routes
+from angelspec.serving.resolving import FoundTarget, compose_bundle, resolve_bundle, with_acceptance, with_routes
 
 # --------------------------------------------------------------------------------------------------- flags
 
@@ -267,8 +269,21 @@ def test_a_drafter_of_another_target_is_refused(tmp_path):
 
 def test_a_drafter_whose_mode_is_unknown_is_refused(tmp_path):
     parts = fake_parts(tmp_path, mode=None)
-    with pytest.raises(BundleError, match="the thinking mode it was trained for is unknown"):
-        compose_bundle(str(target_folder(tmp_path / "target")), [str(tmp_path / "mtp")], parts=parts)
+    target, drafter = str(target_folder(tmp_path / "target")), str(tmp_path / "mtp")
+    with pytest.raises(BundleError, match="the thinking mode it was trained for is unknown") as refused:
+        compose_bundle(target, [drafter], parts=parts)
+    assert "--mode" in refused.value.mend
+    assert compose_bundle(target, [drafter], parts=parts, mode="high-think").drafters[0].mode == "high-think"
+
+
+@pytest.mark.parametrize(("architecture", "family"), [("qwen3", "qwen3"), ("hy_v3", "hy3"), ("llama", "plain")])
+def test_a_target_in_a_folder_switches_thinking_as_its_architecture_does(tmp_path, architecture, family):
+    parts = replace(fake_parts(tmp_path), find_target=lambda text: FoundTarget(Path(text)))
+    target = target_folder(tmp_path / "target", model_type=architecture)
+    bundle = compose_bundle(str(target), [str(tmp_path / "mtp")], parts=parts)
+    assert bundle.target.mode_family == family
+    notes = plan_of(resolve_bundle(bundle, parts=parts)).notes
+    assert any("every request counts as no-think" in note for note in notes) == (family == "plain")
 
 
 def test_a_bundle_that_says_otherwise_than_its_drafters_is_refused(tmp_path):
