@@ -7,6 +7,7 @@ import json
 import pytest
 
 from angelspec.core.errors import RecipeError
+from angelspec.core.manifest import MANIFEST_FILE
 from angelspec.core.recipe_files import (
     apply_override,
     check_recipe,
@@ -231,7 +232,8 @@ def test_a_folder_without_config_is_named(tmp_path):
 def test_the_command_of_a_run_is_one_that_gives_it_again():
     assert run_command(load_recipe(NAME)) == f"angelspec recipe run {NAME}"
     assert run_command(load_recipe(NAME, preset="quick")) == f"angelspec recipe run {NAME} --preset quick"
-    assert run_command(load_recipe(NAME, overrides=["training.seed=1"])).startswith("angelspec recipe run recipe.yaml")
+    changed = run_command(load_recipe(NAME, overrides=["training.seed=1"]))
+    assert changed.endswith("> recipe.yaml && angelspec recipe run recipe.yaml") and MANIFEST_FILE in changed
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_no_path_of_this_machine_is_shown():
     text = card(manifest=manifest_of(recipe, training=manifest_of(recipe).training.model_copy(
         update={"initial_checkpoint": "/home/me/start"}), target=target))  # fmt: skip
     assert "/home/me" not in text
-    assert "`file:rows.jsonl`" in text and "`folder:llama`" in text and "started from `start`" in text
+    assert "`file:rows.jsonl`" in text and "`folder:llama`" in text and "a training before it (`start`)" in text
 
 
 def test_a_load_test_beside_the_weights_is_shown(tmp_path):

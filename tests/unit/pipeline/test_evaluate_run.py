@@ -125,8 +125,8 @@ def test_the_break_even_needs_an_mtp_drafter_and_says_so_before_anything_is_load
 @pytest.mark.parametrize(
     "option",
     [
-        ("--limit", "0"), ("--max-new-tokens", "0"), ("--batch-size", "0"), ("--temperature", "-1"), ("--cut", "0"),
-        ("--cut", "1.5"),
+        ("--limit", "0"), ("--max-new-tokens", "0"), ("--batch-size", "0"), ("--temperature", "-1"), ("--dcut", "0"),
+        ("--dcut", "1.5"),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_refused_by_the_option(tmp_path, option):
@@ -139,7 +139,8 @@ def test_a_value_that_cannot_be_is_refused_by_the_option(tmp_path, option):
     ("wrong", "words"),
     [
         ({"limit": 0}, "evaluation.prompts_per_suite"), ({"temperatures": [-1.0]}, "evaluation.temperatures"),
-        ({"batch_size": 0}, "evaluation.batch_size"), ({"cut": float("nan")}, "--cut nan"), ({"cut": 1.5}, "--cut 1.5"),
+        ({"batch_size": 0}, "evaluation.batch_size"), ({"cut": float("nan")}, "--dcut nan"),
+        ({"cut": 1.5}, "--dcut 1.5"),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_named_before_anything_is_loaded(checkpoints, tmp_path, monkeypatch, wrong, words):

@@ -134,7 +134,7 @@ def test_contents_that_changed_since_the_bundle_was_made_are_named(bundle: Bundl
     config.write_text(json.dumps({**json.loads(config.read_text()), "note": "another"}))
     with pytest.raises(BundleError) as refused:
         settings.check_contents(plan, plan.places[1].folder)  # any folder that is not the target
-    assert "drafter 'mtp'" in refused.value.message and "dfly" not in refused.value.message
+    assert "drafter 'mtp'" in refused.value.message and "drafter 'dfly'" not in refused.value.message
     assert "the target: the content of" in refused.value.message and "made for eeee" in refused.value.message
 
 
