@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,4 +34,5 @@ def test_the_shipped_drafter_speeds_up_the_embedded_target(tmp_path: Path) -> No
     assert metadata.speculative_share == 1.0
     assert metadata.accepted_length is not None and metadata.accepted_length > 1.3
     assert engine.costs is not None and engine.counters.speculative_steps > 0
-    assert "dfly (dfly, no-think, 7 proposals)" in (tmp_path / "serve.log").read_text()
+    said = re.search(r"log: (\S+)", (tmp_path / "serve.log").read_text())
+    assert said is not None and "drafters dfly (dfly, no-think, 7 proposals)" in Path(said[1]).read_text()
