@@ -1,10 +1,10 @@
 """What a GPU must show of the serving extension: ``python -m tests.gpu_serving BUNDLE [--backend fa3]``.
 
 Nobody has run this on a GPU yet; ``--device cpu`` was run (all as it must be, with the shipped bundle). It starts
-engines one after another on the same greedy prompts: plain SGLang, the extension, and the extension without CUDA graphs.
-Each engine of the extension answers them plainly, with every drafter verified at full width (what a uniform window would
-do), with every drafter cut to a quarter and step by step (rows of different widths in one compact window), and by its own
-choice.
+engines one after another on the same greedy prompts: plain SGLang, the extension, and the extension without CUDA
+graphs. Each engine of the extension answers them plainly, with every drafter verified at full width (what a uniform
+window would do), with every drafter cut to a quarter and step by step (rows of different widths in one compact
+window), and by its own choice.
 
 A row per wave tells the share of answers that equal plain SGLang's, accepted length and kept ratio, the shares of steps
 that drafted, cut and ran from a graph, milliseconds per step by part, and the GPU memory in use after the last wave. An
