@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from angelspec.cli.options import server_key
-from angelspec.core.modes import MODES, Mode
+from angelspec.cli.options import drafter_mode, server_key
+from angelspec.core.modes import Mode
 
 
 @click.group()
@@ -29,11 +29,7 @@ def bundle() -> None:
     metavar="[NAME=]CHECKPOINT",
     help="A folder, hf:ORG/NAME, modelscope:ORG/NAME or a registered name; may repeat, in order of preference.",
 )
-@click.option(
-    "--mode",
-    type=click.Choice(MODES),
-    help="Thinking mode of drafters that say nothing of theirs (no angelspec_manifest.json, not registered).",
-)
+@drafter_mode
 @click.option(
     "--route",
     "routes",

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
+from angelspec.cli.options import drafter_mode
 from angelspec.core.errors import BundleError
-from angelspec.core.modes import MODES, Mode
+from angelspec.core.modes import Mode
 
 _START_SECONDS, _GRACE_SECONDS = 900.0, 30.0
 
@@ -24,11 +25,7 @@ _START_SECONDS, _GRACE_SECONDS = 900.0, 30.0
     help="A folder, hf:ORG/NAME, modelscope:ORG/NAME or a registered name; may repeat. NAME is what requests may route "
     "by (default: the algorithm, such as dfly or mtp).",
 )
-@click.option(
-    "--mode",
-    type=click.Choice(MODES),
-    help="Thinking mode of drafters that say nothing of theirs (no angelspec_manifest.json, not registered).",
-)
+@drafter_mode
 @click.option(
     "--bundle",
     "bundle_file",

@@ -285,9 +285,7 @@ class StepPlanner:
 
     def _worth(self, request: str, drafter: str, *, price: float, owed: int = 0) -> float:
         """Expected tokens of a draft less the price of its verified slots."""
-        bound = self._bound(request, drafter)
-        return sum(
-            survival - price
-            for k, survival in enumerate(self._estimates.survivals(request, drafter))
-            if k < (owed if bound is None else bound) or (bound is None and survival > price)
-        )
+        survivals, bound = self._estimates.survivals(request, drafter), self._bound(request, drafter)
+        if bound is not None:
+            return sum(survival - price for survival in survivals[:bound])
+        return sum(survival - price for k, survival in enumerate(survivals) if k < owed or survival > price)

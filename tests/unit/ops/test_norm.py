@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from angelspec.ops.norm import rms_norm, rms_norm_reference
+from angelspec.ops.norm import fused_rms_norm, rms_norm, rms_norm_reference
 
 
 def test_fused_equals_reference_in_value_and_gradient():
@@ -41,3 +41,13 @@ def test_zero_states_stay_finite():
     states = torch.zeros(2, 4, requires_grad=True)
     rms_norm(states, torch.ones(4), eps=1e-6).sum().backward()
     assert torch.isfinite(states.grad).all()
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, 1e-6), (torch.bfloat16, 1 / 64)])
+def test_torch_s_own_norm_is_the_reference_but_for_one_rounding(dtype, apart):
+    """What a GPU uses without gradients: it rounds after the weight, the reference before it, too."""
+    generator = torch.Generator().manual_seed(0)
+    states, weight = torch.randn(5, 3, 64, generator=generator).to(dtype), torch.rand(64, generator=generator).to(dtype)
+    fused = fused_rms_norm(states, weight, eps=1e-5)
+    assert fused.dtype == dtype
+    torch.testing.assert_close(fused, rms_norm_reference(states, weight, eps=1e-5), rtol=apart, atol=apart / 8)
