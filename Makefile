@@ -1,6 +1,5 @@
 # make run   sets up .venv and runs the embedded recipe's quick preset from start to end
 # make test  sets up .venv with the test tools and .venv-serve with SGLang, and runs the tests (what .ci/run calls)
-# make test-hubs  runs the tests of the hubs under the other supported major version of huggingface_hub
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,13 +8,12 @@ SERVE ?= .venv-serve
 # threads wait awake for some microseconds, then asleep: several processes share the cores
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 10000
+HUBS := tests/unit/hub tests/e2e/test_publish_road.py
 
 # a build of torch for the tests; empty: what pip chooses, which may be a CUDA build of several GB
 TORCH ?=
-# what SGLang 0.5.23 installs; the newest 2.x is what the other tests run with
-OTHER_HUB ?= 1.33.0
 
-.PHONY: run test test-main test-serve test-hubs browser lint clean
+.PHONY: run test test-main test-serve browser lint clean
 run: $(VENV)/.core
 	$(BIN)/angelspec recipe run smollm2-dfly-nothink --preset quick
 
@@ -25,18 +23,15 @@ test-main: $(VENV)/.dev browser
 	$(BIN)/ruff check angelspec sglang_ext tests
 	$(BIN)/python -m pytest -m "not slow" -q -n 2 --dist loadfile
 
+# SGLang pins the other supported major version of huggingface_hub, so the tests of the hubs run here, too
 test-serve: $(SERVE)/.ready
-	$(SERVE)/bin/python -m pytest -m "not slow" -q tests/unit/sglang_ext tests/e2e/serving
+	$(SERVE)/bin/python -m pytest -m "not slow" -q tests/unit/sglang_ext tests/e2e/serving $(HUBS)
 
 # the page is tested in Chromium; where it is missing and can't be installed, those tests are skipped and say so
 browser:
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 	  && apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium chromium-driver >/dev/null; } \
 	  || echo "chromium is not installed: the tests of the demo page will be skipped (apt-get install chromium chromium-driver)"
-
-test-hubs: $(VENV)/.dev
-	$(BIN)/pip install --quiet --no-deps --target $(VENV)/hub-$(OTHER_HUB) "huggingface_hub==$(OTHER_HUB)"
-	PYTHONPATH=$(VENV)/hub-$(OTHER_HUB) $(BIN)/python -m pytest -q tests/unit/hub tests/e2e/test_publish_road.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check angelspec sglang_ext tests
