@@ -1,7 +1,7 @@
 """The recipe: one frozen, complete description of a run, from the target to the exported drafter.
 
 Every default of the product stands here, once. A field that is left ``None`` in a file is filled by
-``angelspec.core.recipe_files.resolve`` from the named target and algorithm; a resolved recipe has no ``None``
+``angelspec.core.recipe_resolution.resolve`` from the named target and algorithm; a resolved recipe has no ``None``
 except where a docstring says what None means.
 """
 

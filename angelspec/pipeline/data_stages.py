@@ -10,7 +10,7 @@ from angelspec.core.errors import DataError
 from angelspec.core.files import write_json_atomic
 from angelspec.core.fingerprint import file_sha256, fingerprint
 from angelspec.core.recipe import DataSection, Recipe
-from angelspec.core.recipe_files import default_mode_family
+from angelspec.core.recipe_resolution import default_mode_family
 from angelspec.data.answers import AnswerRecord, read_answers, select_answers
 from angelspec.data.chat import chat_format, prompt_rows, rows_of_given
 from angelspec.data.conversation_files import read_conversations, write_conversations

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from angelspec.core.errors import CheckpointError, DataError, RecipeError
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe import Recipe
-from angelspec.core.recipe_files import resolve, validate
+from angelspec.core.recipe_resolution import resolve, validate
 from angelspec.data.prompt_items import prompt_source
 from angelspec.data.reading import read_sources
 from angelspec.data.sources import absent_files

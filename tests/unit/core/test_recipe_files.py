@@ -14,8 +14,8 @@ from angelspec.core.recipe_files import (
     load_recipe,
     merge,
     run_command,
-    unused_token_ids,
 )
+from angelspec.core.recipe_resolution import unused_token_ids
 
 NAME = "smollm2-dfly-nothink"
 
