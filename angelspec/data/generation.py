@@ -16,11 +16,11 @@ from torch import Tensor
 
 from angelspec.core.acceptance import repeated_ngram_share
 from angelspec.core.errors import TargetError
+from angelspec.objectives.top_tokens import first_maximum
 from angelspec.ops.sampling import sample_tokens, stream_keys
 from angelspec.targets.cache import SlotCache
 from angelspec.targets.target import Target
 
-_ARGMAX_BLOCK = 512
 _PREFILL_ROWS = 8
 """Prompts prefilled together: enough tokens to fill a product, few enough that they are padded little."""
 _LOOP_CHECK_FROM, _LOOP_CHECK_EVERY = 64, 16
@@ -98,26 +98,6 @@ def generate(
             max_repeated_share=max_repeated_share,
             on_progress=on_progress,
         ).run()
-
-
-def argmax_first(logits_BV: Tensor) -> Tensor:
-    """Index of the largest logit of each row, the first where several are equal (as ``argmax``), [B] int64.
-
-    In two steps over blocks, because torch's argmax over one long row is several times slower than its amax.
-    """
-    width = logits_BV.shape[-1]
-    whole = width // _ARGMAX_BLOCK * _ARGMAX_BLOCK
-    if whole < 2 * _ARGMAX_BLOCK:
-        return logits_BV.argmax(dim=-1)
-    blocks_BNK = logits_BV[:, :whole].unflatten(-1, (-1, _ARGMAX_BLOCK))
-    best_BN = blocks_BNK.amax(dim=-1)
-    block_B = best_BN.argmax(dim=-1)
-    rows_B = torch.arange(logits_BV.shape[0], device=logits_BV.device)
-    index_B = block_B * _ARGMAX_BLOCK + blocks_BNK[rows_B, block_B].argmax(dim=-1)
-    if whole < width:
-        rest_B, rest_index_B = logits_BV[:, whole:].max(dim=-1)
-        index_B = torch.where(rest_B > best_BN[rows_B, block_B], whole + rest_index_B, index_B)
-    return index_B
 
 
 class _Engine:
@@ -234,7 +214,7 @@ class _Engine:
     def _choose(self, hidden_BD: Tensor, *, rows_B: Tensor | None) -> Tensor:
         logits_BV = self.target.head_logits(hidden_BD)
         if self.temperature == 0:
-            token_B = argmax_first(logits_BV)
+            token_B = first_maximum(logits_BV)
             peak_B = logits_BV.gather(-1, token_B[:, None])
         else:
             keys_B = self.key_B if rows_B is None else self.key_B[rows_B]

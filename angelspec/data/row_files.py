@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from angelspec.core.errors import DataError
+from angelspec.core.files import LFS_START
 from angelspec.data.json_rows import json_document_rows, json_line_rows
 from angelspec.data.source_row import SourceRow
 from angelspec.data.text_tables import table_rows
@@ -63,7 +64,7 @@ def file_kind(path: Path) -> str:
 
 
 def _refuse_other_encodings(path: Path, head: bytes) -> None:
-    if head.startswith(b"version https://git-lfs"):
+    if head.startswith(LFS_START):
         raise DataError(f"{path} is a Git LFS pointer, not the file itself", mend="run `git lfs pull`")
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{path} is UTF-16, not UTF-8", mend="save it as UTF-8")

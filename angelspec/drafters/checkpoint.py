@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from angelspec.core.drafter_config import BlockDrafterConfig, MtpDrafterConfig
-from angelspec.core.errors import CheckpointError, suggest
+from angelspec.core.errors import CheckpointError, TargetError, suggest
 from angelspec.core.files import read_json, write_json_atomic
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.manifest import DrafterManifest
-from angelspec.drafters.config_dialects import dialects_of, holds_a_target, read_config, write_config
+from angelspec.drafters.config_dialects import dialects_of, holds_a_target, is_foreign, read_config, write_config
 from angelspec.drafters.experts import keeps_float32
 from angelspec.drafters.families import Drafter, build_drafter
 from angelspec.drafters.key_dialects import (
@@ -221,7 +221,10 @@ def save_drafter(
     written = write_config(config, dialect=dialect, dtype=name, target_config=target_config)
     _check_reads_back(config, written, dialect)
     folder = Path(folder)
-    if folder.exists() and not (folder / CONFIG_FILE).is_file() and any(folder.iterdir()):
+    old = folder.with_name(f".{folder.name}.old.tmp")
+    if old.exists() and not folder.exists():
+        old.rename(folder)  # a save was killed between its renames
+    if folder.exists() and not _is_export(folder):
         raise CheckpointError(f"{folder} exists and is no drafter export", mend="choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
@@ -234,16 +237,28 @@ def save_drafter(
         if manifest is not None:
             manifest.write(temporary)
         temporary.chmod(0o755)
-        old = folder.with_name(f".{folder.name}.old.tmp")
+        shutil.rmtree(old, ignore_errors=True)  # of a save that was killed behind the renames
         if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)  # of a save that was killed behind the renames
             folder.rename(old)
         temporary.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        if old.exists() and not folder.exists():
+            old.rename(folder)
         raise
     return folder
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether nothing is lost if a folder is replaced by an export: it is empty, or holds a drafter and no target."""
+    if not folder.is_dir():
+        return False
+    if not (folder / CONFIG_FILE).is_file():
+        return not any(folder.iterdir())
+    findings = Findings()
+    config = _read_config_file(folder / CONFIG_FILE, findings)
+    return config is not None and not holds_a_target(config) and not is_foreign(config)
 
 
 def _described(config: BlockDrafterConfig | MtpDrafterConfig) -> str:
@@ -277,14 +292,19 @@ def convert_checkpoint(
 
     Args:
         path: of the checkpoint.
-        folder: of the new one.
+        folder: of the new one; it must not exist, or be empty.
         dialect: of the new one.
         overrides: fields of the configuration that the file lacks, stated by the caller.
         target_folder: see :func:`save_drafter`.
 
     Raises:
-        CheckpointError: it can't be loaded, or the dialect can't express it.
+        CheckpointError: it can't be loaded, the dialect can't express it, or something lies where it would be written.
     """
+    folder = Path(folder)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise CheckpointError(
+            f"{folder} exists: it is not replaced", mend="choose another folder, or remove it yourself"
+        )
     found = examine_checkpoint(Path(path), overrides=overrides)
     loaded = load_drafter(path, overrides=overrides, dtype=None)
     return save_drafter(
@@ -300,7 +320,8 @@ def _read_weights(
     layout = find_layout(tensor_names(files), findings)
     before = len(findings.problems)
     is_whole = config is not None and holds_a_target(config)
-    wanted = layout.holds if layout is not None else _nothing if is_whole else None
+    nothing = is_whole or (config is not None and is_foreign(config))  # which may have hundreds of gigabytes
+    wanted = layout.holds if layout is not None else _nothing if nothing else None
     raw: dict[str, Tensor] = {}
     for file in files:
         raw |= read_tensors(file, findings, wanted=wanted)
@@ -395,6 +416,9 @@ def _compare_shapes(
             expected = {key: tuple(value.shape) for key, value in state.items() if key not in refused}
     except CheckpointError as error:
         findings.add("unsupported", "sample_from_anchor", error.message, mend=error.mend)
+        return
+    except TargetError as error:
+        findings.add("unsupported", "rope", error.message, mend=error.mend)
         return
     for key in [key for key in tensors if key.startswith(_UNUSED_HEADS) and key not in expected]:
         if getattr(config, "head", None) == "correction":

@@ -64,6 +64,9 @@ def read_config(
         overrides: fields of our configuration that the file lacks or has wrong, stated by the caller.
     """
     before = len(findings.problems)
+    if is_foreign(config):
+        _algorithm(config, findings)
+        return None
     overrides = dict(overrides or {})
     read, own, architecture = ConfigReader(config, findings), config.get(OWN_SECTION), _architecture(config)
     if architecture in MTP_ARCHITECTURES:
@@ -210,6 +213,8 @@ def _target_fields(
     """Layer ids, and the number of the target's layers from whichever key says it."""
     ids, stated = read.get("target_layer_ids"), read.get("num_target_layers")
     count = overrides.get("target_num_layers", read.get("target_num_hidden_layers"))
+    if count is None and geometry is not None:
+        count = geometry.num_layers
     if isinstance(stated, int) and isinstance(ids, list):
         highest = max((item for item in ids if isinstance(item, int)), default=-1)
         allowed = {len(ids)} if count is None else {len(ids), count}
@@ -222,8 +227,6 @@ def _target_fields(
             )  # fmt: skip
         if count is None and means_layers:
             count = stated
-    if count is None and geometry is not None:
-        count = geometry.num_layers
     if count is None:
         findings.add(
             "config-key-missing", "target_num_hidden_layers", "config.json does not say how deep the target is",
@@ -236,6 +239,12 @@ def _target_fields(
         else:
             read.need("target_layer_ids")
     return {"target_num_layers": count, "target_layer_ids": tuple(ids) if isinstance(ids, list) else ids}
+
+
+def is_foreign(config: Mapping[str, Any]) -> bool:
+    """Whether a parsed ``config.json`` is that of a model which neither is a drafter nor can hold one."""
+    name = _architecture(config)
+    return name is not None and name not in (*_ARCHITECTURES, *MTP_ARCHITECTURES)
 
 
 def holds_a_target(config: Mapping[str, Any]) -> bool:

@@ -48,11 +48,14 @@ class ConfigReader:
             "num_heads": "num_attention_heads", "vocab_size": "vocab_size",
         }.items():  # fmt: skip
             if ours not in overrides:
-                fields[ours] = self.need(theirs)
+                value = fields[ours] = self.need(theirs)
+                if value is not None and (not isinstance(value, int) or value <= 0):
+                    self.findings.add("config-value", theirs, f"{theirs} is {value!r}; it must be a positive integer")
         fields["num_kv_heads"] = self.get("num_key_value_heads", fields.get("num_heads"))
         head_dim = self.get("head_dim")
-        if head_dim is None and fields.get("hidden_size") and fields.get("num_heads"):
-            head_dim = fields["hidden_size"] // fields["num_heads"]
+        width, heads = fields.get("hidden_size"), fields.get("num_heads")
+        if head_dim is None and isinstance(width, int) and isinstance(heads, int) and heads > 0:
+            head_dim = width // heads
         fields["head_dim"] = head_dim
         fields["rms_norm_eps"] = self.get("rms_norm_eps", 1e-6)
         fields["max_position_embeddings"] = self.get("max_position_embeddings", 32768)

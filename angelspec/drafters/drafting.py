@@ -42,7 +42,8 @@ class Placement:
 
 
 class ContextCache:
-    """Keys and values of every committed token's context, per draft layer and row; it only grows.
+    """Keys and values of every committed token's context, per draft layer and row; a row only grows,
+    until it is emptied for another answer.
 
     Index in the cache and position in the answer are one: token i of a row lies at index i. Behind the capacity lies
     room for ``spare`` states, so that a draft's own keys join the context without a copy.
@@ -105,8 +106,10 @@ class ContextCache:
             raise ValueError("states must continue each row of the context without a gap or a repetition")
         lengths = self.lengths.clone()
         lengths[rows_B] += counts_B
-        if batch != rows_B.shape[0] or int(lengths.max()) > self.capacity:
-            raise ValueError(f"context of {int(lengths.max())} tokens, {batch} rows: capacity is {self.capacity}")
+        if batch != rows_B.shape[0]:
+            raise ValueError(f"{batch} rows of tokens for {rows_B.shape[0]} rows of the context")
+        if int(lengths.max()) > self.capacity:
+            raise ValueError(f"context of {int(lengths.max())} tokens: capacity is {self.capacity}")
         return Placement(valid_BT, rows_B[:, None].expand_as(valid_BT)[valid_BT], next_BT[valid_BT], lengths)
 
     def append(
@@ -151,12 +154,6 @@ class ContextCache:
     def reset(self, rows: Tensor) -> None:
         """Empty some rows for other answers."""
         self.lengths[rows] = 0
-
-    def compact(self, keep: Tensor) -> None:
-        """Keep only these rows (indices [B]), in this order."""
-        self.lengths = self.lengths[keep]
-        self._keys = [keys[keep] for keys in self._keys]
-        self._values = [values[keep] for values in self._values]
 
 
 Multiply = Callable[[Tensor, Tensor], Tensor]

@@ -14,6 +14,8 @@ from angelspec.drafters.weight_files import INDEX, SAFETENSORS, find_weights, sa
 
 CONFIG_FILE = "config.json"
 LAYER_FILE = "model-mtp.safetensors"
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+"""Weight files; those that are not among the linked ones are other copies of the same."""
 _ALONE = "model-target.safetensors"
 """New name of a target's only weight file: under its own name it would be taken for all of the weights."""
 
@@ -72,9 +74,9 @@ def copy_target(target_folder: Path, folder: Path) -> None:
         places[tensor] = LAYER_FILE
         total += entry["data_offsets"][1] - entry["data_offsets"][0]
     write_json_atomic(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
-    skipped = {path.name for path in weights} | {CONFIG_FILE, INDEX}
     for path in target_folder.iterdir():
-        if path.is_file() and not path.name.startswith(".") and path.name not in skipped:
+        is_ours = path.name.startswith(".") or path.name in (CONFIG_FILE, INDEX)
+        if path.is_file() and not is_ours and path.suffix not in _WEIGHTS:
             shutil.copy2(path, folder / path.name)
 
 

@@ -13,13 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from angelspec.core.files import LFS_START
 from angelspec.drafters.problem import Findings
 
 SAFETENSORS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLE = "pytorch_model.bin"
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth"}
-_LFS_START = b"version https://git-lfs"
 _HEADER_LIMIT = 100_000_000
 
 
@@ -98,7 +98,7 @@ def read_tensors(path: Path, findings: Findings, *, wanted: Callable[[str], bool
     if size == 0:
         findings.add("empty-file", path.name, f"{path} has 0 bytes", mend="fetch or export it again")
         return {}
-    if start.startswith(_LFS_START):
+    if start.startswith(LFS_START):
         oid = next(
             (line.split()[-1] for line in start.decode("utf-8", "replace").splitlines() if line[:3] == "oid"), "?"
         )

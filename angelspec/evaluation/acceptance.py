@@ -26,7 +26,7 @@ from angelspec.evaluation.results import (
     SuiteResult,
     WorkloadGroups,
 )
-from angelspec.evaluation.suite_decoding import RecordedSuites, decode_suites, unit_facts
+from angelspec.evaluation.suite_decoding import RecordedSuites, decode_suites, in_turns, unit_facts
 from angelspec.evaluation.suites import Suite, check_names
 from angelspec.evaluation.units import cached
 
@@ -163,7 +163,6 @@ def measure_speed(
                 **unit_facts(target, [suite], settings, temperature=temperature),
                 "proposers": [dict(proposer.identity) for proposer in drafters],
                 "rounds": rounds,
-                "threads": torch.get_num_threads(),
             }
 
             def run(suite=suite, temperature=temperature) -> list[SpeedResult]:
@@ -324,12 +323,10 @@ def _race(
     for runner in runners:
         decode_suites(target, runner, [suite], settings=short, temperature=temperature)
     tokens, seconds = [0] * len(runners), [0.0] * len(runners)
-    for turn in range(rounds):
-        order = range(len(runners)) if turn % 2 == 0 else reversed(range(len(runners)))
-        for index in order:
-            run = decode_suites(target, runners[index], [suite], settings=settings, temperature=temperature)
-            tokens[index] += sum(len(answer.tokens) for answer in run.answers)
-            seconds[index] += run.total_seconds
+    for index in in_turns(range(len(runners)), rounds=rounds):
+        run = decode_suites(target, runners[index], [suite], settings=settings, temperature=temperature)
+        tokens[index] += sum(len(answer.tokens) for answer in run.answers)
+        seconds[index] += run.total_seconds
     return [
         SpeedResult(
             suite=suite.name,

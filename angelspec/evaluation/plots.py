@@ -121,7 +121,7 @@ def plot_positions(report: Report, path: Path, *, temperature: float) -> Path:
             axes.set_xticks(range(1, deepest + 1))
             axes.set_ylim(0, 1)
             axes.set_xlabel("position k of the proposal")
-        all_axes[0].set_ylabel("share of steps with\nproposals 1 to k accepted")
+        all_axes[0].set_ylabel("share of full-depth steps with\nproposals 1 to k accepted")
         figure.suptitle(
             f"Acceptance by position, finished answers, temperature {temperature:g}",
             x=0.01, ha="left", fontsize=12, fontweight="bold",
@@ -174,7 +174,7 @@ def plot_shortlist(report: Report, path: Path) -> Path:
     """Accepted length and draft time by shortlist size."""
     sizes = ["exact" if result.size is None else str(result.size) for result in report.shortlist]
     lengths = [result.counts.mean_accepted_length or 0.0 for result in report.shortlist]
-    milliseconds = [1000 * result.draft_seconds_per_step for result in report.shortlist]
+    milliseconds = [1000 * (result.draft_seconds_per_step or 0.0) for result in report.shortlist]
     with drawing(path, width=8.0, height=3.6, columns=2) as (figure, both):
         for axes, values, colour, label, pattern in zip(
             both,

@@ -48,7 +48,7 @@ class AnswerGroup(BaseModel):
 
     @classmethod
     def of(cls, answers: Iterable[Decoded], *, depth: int) -> Self:
-        """Count finished decodings."""
+        """Count answers, however they ended."""
         group = cls()
         for answer in answers:
             ngrams = max(0, len(answer.tokens) - NGRAM + 1)
@@ -136,11 +136,6 @@ class SpeedResult(BaseModel):
     def plain_tokens_per_second(self) -> float:
         return self.plain_tokens / self.plain_seconds
 
-    @property
-    def speedup(self) -> float:
-        """Tokens per second over plain decoding's."""
-        return self.tokens_per_second / self.plain_tokens_per_second
-
 
 class Divergence(BaseModel):
     """Where an output first differs from plain decoding."""
@@ -213,6 +208,7 @@ class ShortlistResult(BaseModel):
     tokens: int
 
     @property
-    def draft_seconds_per_step(self) -> float:
-        """Seconds of drafting per verified block (a batch's step counts once per row)."""
-        return self.draft_seconds / self.counts.verify_steps
+    def draft_seconds_per_step(self) -> float | None:
+        """Seconds of drafting per verified block (a batch's step counts once per row); None: there was none."""
+        steps = self.counts.verify_steps
+        return self.draft_seconds / steps if steps else None

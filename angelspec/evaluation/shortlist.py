@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from angelspec.core.acceptance import pool
 from angelspec.decoding.block_proposer import BlockProposer
 from angelspec.evaluation.results import MeasureSettings, ShortlistResult
-from angelspec.evaluation.suite_decoding import decode_suites, unit_facts
+from angelspec.evaluation.suite_decoding import decode_suites, in_turns, unit_facts
 from angelspec.evaluation.suites import Suite
 from angelspec.evaluation.units import cached
 
@@ -60,7 +58,6 @@ def measure_shortlists(
         "digest": proposers[0].digest,
         "sizes": list(sizes),
         "rounds": rounds,
-        "threads": torch.get_num_threads(),
     }
     return cached(
         folder, unit, list[ShortlistResult], lambda: _race(target, proposers, suite, settings, rounds, advance)
@@ -80,19 +77,18 @@ def _race(
         decode_suites(target, proposer, [suite], settings=short, temperature=0.0)
     results: dict[str, ShortlistResult] = {}
     done = 0
-    for turn in range(rounds):
-        for proposer in proposers if turn % 2 == 0 else reversed(proposers):
-            run = decode_suites(target, proposer, [suite], settings=settings, temperature=0.0)
-            before = results.get(proposer.name)
-            counts = [answer.counts(depth=proposer.depth) for answer in run.answers]
-            results[proposer.name] = ShortlistResult(
-                size=proposer.shortlist,
-                counts=pool([*counts, *([before.counts] if before else [])]),
-                draft_seconds=run.seconds["draft"] + (before.draft_seconds if before else 0.0),
-                total_seconds=run.total_seconds + (before.total_seconds if before else 0.0),
-                tokens=sum(len(answer.tokens) for answer in run.answers) + (before.tokens if before else 0),
-            )
-            done += len(suite.prompts)
-            if advance is not None:
-                advance(done)
+    for proposer in in_turns(proposers, rounds=rounds):
+        run = decode_suites(target, proposer, [suite], settings=settings, temperature=0.0)
+        before = results.get(proposer.name)
+        counts = [answer.counts(depth=proposer.depth) for answer in run.answers]
+        results[proposer.name] = ShortlistResult(
+            size=proposer.shortlist,
+            counts=pool([*counts, *([before.counts] if before else [])]),
+            draft_seconds=run.seconds["draft"] + (before.draft_seconds if before else 0.0),
+            total_seconds=run.total_seconds + (before.total_seconds if before else 0.0),
+            tokens=sum(len(answer.tokens) for answer in run.answers) + (before.tokens if before else 0),
+        )
+        done += len(suite.prompts)
+        if advance is not None:
+            advance(done)
     return [results[proposer.name] for proposer in proposers]

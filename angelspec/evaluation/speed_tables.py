@@ -98,6 +98,10 @@ def _fastest(results: Sequence[ShortlistResult]) -> str:
     return f" Most tokens/s: {'the exact head' if best.size is None else f'{best.size} candidates'}."
 
 
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
+
+
 def shortlist_table(report: Report) -> Table:
     """What a shortlist costs and gains, and which size answers fastest."""
     exact = next((result for result in report.shortlist if result.size is None), None)
@@ -110,7 +114,7 @@ def shortlist_table(report: Report) -> Table:
                 "exact" if result.size is None else str(result.size),
                 number(length, "{:.3f}"),
                 percent(length / reference - 1) if length and reference else MISSING,
-                number(1000 * result.draft_seconds_per_step, "{:.2f}"),
+                number(_milliseconds(result.draft_seconds_per_step), "{:.2f}"),
                 number(result.tokens / result.total_seconds, "{:.1f}"),
             )
         )

@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from angelspec.decoding.proposer import NoProposer, Proposer
 from angelspec.decoding.timing import time_steps
 from angelspec.evaluation.breakeven import PLAIN
 from angelspec.evaluation.results import MeasureSettings, StepTimes
-from angelspec.evaluation.suite_decoding import unit_facts
+from angelspec.evaluation.suite_decoding import in_turns, unit_facts
 from angelspec.evaluation.suites import Suite
 from angelspec.evaluation.units import cached
 
@@ -64,7 +62,6 @@ def measure_step_times(
                 "steps": steps,
                 "unmeasured_steps": UNMEASURED_STEPS,
                 "rounds": rounds,
-                "threads": torch.get_num_threads(),
             }
 
             def run(temperature=temperature, batch=batch, done=done) -> list[StepTimes]:
@@ -110,25 +107,23 @@ def _race(
 ) -> list[StepTimes]:
     seconds = [{"draft": 0.0, "verify": 0.0, "sample": 0.0} for _ in runners]
     measured = 0
-    for turn in range(rounds):
-        order = range(len(runners)) if turn % 2 == 0 else reversed(range(len(runners)))
-        for index in order:
-            spent = time_steps(
-                target,
-                runners[index],
-                batch,
-                steps=steps,
-                unmeasured_steps=UNMEASURED_STEPS,
-                temperature=temperature,
-                seed=settings.seed,
-                cut=settings.cut if runners[index].depth else None,
-            )
-            seconds[index]["draft"] += spent["draft"] + spent["features"]
-            seconds[index]["verify"] += spent["verify"]
-            seconds[index]["sample"] += spent["sample"]
-            measured += steps
-            if advance is not None:
-                advance(measured)
+    for index in in_turns(range(len(runners)), rounds=rounds):
+        spent = time_steps(
+            target,
+            runners[index],
+            batch,
+            steps=steps,
+            unmeasured_steps=UNMEASURED_STEPS,
+            temperature=temperature,
+            seed=settings.seed,
+            cut=settings.cut if runners[index].depth else None,
+        )
+        seconds[index]["draft"] += spent["draft"] + spent["features"]
+        seconds[index]["verify"] += spent["verify"]
+        seconds[index]["sample"] += spent["sample"]
+        measured += steps
+        if advance is not None:
+            advance(measured)
     return [
         StepTimes(
             proposer=_shown(runner),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from angelspec.evaluation.units import cached
 
 if TYPE_CHECKING:
     from angelspec.targets.target import Target, TargetStates
+
+T = TypeVar("T")
 
 
 def decode_suites(
@@ -116,6 +118,12 @@ class RecordedSuites:
         return cached(self._folder, unit, Recording, run)
 
 
+def in_turns(runners: Sequence[T], *, rounds: int) -> Iterator[T]:
+    """Every runner in each round, in reversed order every other round: drift of the machine falls on all alike."""
+    for turn in range(rounds):
+        yield from runners if turn % 2 == 0 else reversed(runners)
+
+
 def unit_facts(
     target: Target, suites: Sequence[Suite], settings: MeasureSettings, *, temperature: float
 ) -> dict[str, Any]:
@@ -124,6 +132,7 @@ def unit_facts(
         "target": target.digest,
         "dtype": str(target.dtype),
         "device": torch.device(target.device).type,
+        "threads": torch.get_num_threads(),
         "suites": [suite.digest for suite in suites],
         "workloads": [prompt.workload for suite in suites for prompt in suite.prompts],
         "temperature": temperature,

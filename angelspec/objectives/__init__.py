@@ -11,7 +11,7 @@ from angelspec.objectives.channels import (
     TokenStatistics,
 )
 from angelspec.objectives.compose import block_loss_terms
-from angelspec.objectives.end_to_end import end_to_end_tv, surrogate_weights
+from angelspec.objectives.end_to_end import end_to_end_tv
 from angelspec.objectives.head_loss import head_loss, judge_rows
 from angelspec.objectives.head_loss_reference import reference_head_loss
 from angelspec.objectives.terms import LossTerms, Ratio, SlotCounts, sum_counts, sum_losses, total_loss
@@ -40,6 +40,5 @@ __all__ = [
     "reference_head_loss",
     "sum_counts",
     "sum_losses",
-    "surrogate_weights",
     "total_loss",
 ]

@@ -29,24 +29,6 @@ def end_to_end_tv(alpha_AK: Tensor, *, mask_AK: Tensor) -> Ratio:
     return Ratio(loss_A.sum(), live_A.sum())
 
 
-def surrogate_weights(alpha_AK: Tensor, *, mask_AK: Tensor) -> Tensor:
-    """Return W, [A,K], detached, such that sum_m W_m TV_m has the gradient of the block's end-to-end loss.
-
-    W_m = prod_{k < m} alpha_k S_m / sum_j m_j with S_m = m_m + alpha_{m+1} S_{m+1}: how much accepted length hangs
-    on slot m, given that it is reached.
-    """
-    alpha = torch.where(mask_AK, alpha_AK.detach(), 1.0)
-    valid_AK = mask_AK.to(alpha.dtype)
-    reached_AK = prefix_products(alpha).roll(1, -1)
-    reached_AK[..., 0] = 1.0
-    continuation = torch.zeros_like(alpha)
-    following = torch.zeros_like(alpha[..., 0])
-    for slot in reversed(range(alpha.shape[-1])):
-        continuation[..., slot] = valid_AK[..., slot] + following
-        following = alpha[..., slot] * continuation[..., slot]
-    return reached_AK * continuation * valid_AK / valid_AK.sum(-1, keepdim=True).clamp(min=1)
-
-
 def prefix_products(values_AK: Tensor) -> Tensor:
     """Return prod_{i <= k} of each row, [A,K].
 

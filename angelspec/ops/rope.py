@@ -85,6 +85,11 @@ def _frequencies(rope: Rope, rotated: int, head_dim: int, max_position_embedding
         raise TargetError(
             f"rope type '{rope.type}' lacks its argument {error}", mend="give it in rope_scaling or rope_parameters"
         ) from error
+    except (TypeError, ValueError) as error:
+        raise TargetError(
+            f"rope type '{rope.type}' can't take its arguments {rope.scaling}: {error}",
+            mend="correct rope_scaling or rope_parameters",
+        ) from error
     return frequencies_E.float(), float(factor)
 
 

@@ -18,6 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 NAME = "angelspec_grouped"
+FEW_QUERIES = 32
+"""Up to so many, a row's scores are held whole: a drafted block, never the prefill of a prompt."""
 
 
 def fold_mask(mask_B1TS: Tensor, *, group: int, dtype: torch.dtype) -> Tensor:
@@ -49,8 +51,8 @@ def grouped_attention(
     """Attention as transformers' attention interface calls it.
 
     Args:
-        attention_mask: None (causal over equally many queries and keys; everything for a single query), bool or
-            additive [B, 1, T, S], or what ``fold_mask`` gives.
+        attention_mask: None (causal over equally many queries and keys; everything for a single query), bool
+            [B, 1, T, S], or what ``fold_mask`` gives for up to ``FEW_QUERIES`` queries.
 
     Returns:
         [B, T, H, C], and None in place of attention weights.
@@ -65,7 +67,7 @@ def grouped_attention(
     groups, keys = key_BGSC.shape[1], key_BGSC.shape[2]
     repeats = heads // groups
     scaling = channels**-0.5 if scaling is None else scaling
-    folded = attention_mask is not None and attention_mask.shape[2] == repeats * queries and repeats * queries > 1
+    folded = attention_mask is not None and attention_mask.dtype != torch.bool
     if folded or queries == 1:
         # [B, G, R*T, C] @ [B, G, C, S]: a plain product is faster than a blocked kernel for so few queries.
         query_BGQC = query_BHTC.reshape(batch, groups, repeats * queries, channels) * scaling

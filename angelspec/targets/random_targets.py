@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from angelspec.core.errors import TargetError, suggest
+from angelspec.core.files import write_sorted_json
 from angelspec.core.fingerprint import fingerprint
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.known_targets import KNOWN_TARGETS, TINY_VOCABULARY
@@ -83,9 +84,11 @@ def write_random_target(folder: Path, geometry: TargetGeometry, *, family: str, 
         state = _hy3_names(state)
         written |= {"route_norm": True, "qk_norm": True, "first_k_dense_replace": _HY3_DENSE_LAYERS}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_json(folder / "config.json", written)
+    write_sorted_json(folder / "config.json", written)
     ends = {"bos_token_id": None, "eos_token_id": TURN_END, "pad_token_id": END_OF_TEXT}
-    _write_json(folder / "generation_config.json", {key: value for key, value in ends.items() if value is not None})
+    write_sorted_json(
+        folder / "generation_config.json", {key: value for key, value in ends.items() if value is not None}
+    )
     _write_tokenizer(folder, family=family, chat_template=chat_template, max_length=geometry.max_position_embeddings)
 
 
@@ -185,8 +188,4 @@ def _write_tokenizer(folder: Path, *, family: str, chat_template: str, max_lengt
     settings["chat_template"] = chat_template
     for key in ("backend", "is_local", "local_files_only"):
         settings.pop(key, None)
-    _write_json(folder / "tokenizer_config.json", settings)
-
-
-def _write_json(path: Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_sorted_json(folder / "tokenizer_config.json", settings)

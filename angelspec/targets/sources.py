@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock
 
 from angelspec.core.errors import HubError, MissingRequirement, TargetError, suggest
-from angelspec.core.files import read_json, write_json_atomic
+from angelspec.core.files import LFS_START, read_json, write_json_atomic
 from angelspec.core.installing import install_hint
 from angelspec.core.locations import cache_folder
 from angelspec.core.model_content import content_digest, weight_files
@@ -39,7 +39,6 @@ _ALLOWED_FILES = (
     "*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "tokenizer*", "merges.txt", "vocab*",
 )  # fmt: skip
 _CODE_FILES = ("*.py",)
-_LFS_MARK = b"version https://git-lfs"
 Progress = Callable[[str], None]
 
 
@@ -171,7 +170,7 @@ def folder_problems(folder: Path) -> list[tuple[str, str]]:
         )
     for path in [*weights, *(folder / name for name in tokenizers)]:
         with path.open("rb") as stream:
-            if stream.read(len(_LFS_MARK)) == _LFS_MARK:
+            if stream.read(len(LFS_START)) == LFS_START:
                 problems.append(
                     (
                         f"{path} is a Git LFS pointer, not the file itself",

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from angelspec.core.errors import TargetError
+from angelspec.core.errors import AngelspecError, TargetError
 from angelspec.core.files import read_json
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.model_content import content_digest
@@ -123,9 +123,11 @@ class Target:
             TargetError: the template has no thinking switch although the mode asks for one, or it refuses the messages.
             RecipeError: the family has no such mode.
         """
-        self._check_switch(mode)
         try:
+            self._check_switch(mode)
             return self._apply_template(messages, mode=mode, add_generation_prompt=add_generation_prompt, tools=tools)
+        except AngelspecError:
+            raise
         except Exception as error:  # jinja's own errors and whatever a template raises
             raise TargetError(f"the chat template of {self.name} refuses a conversation: {error}") from error
 
@@ -160,7 +162,8 @@ class Target:
             cache.begin(tokens_BT.shape[1])
             positions_BT = cache.positions() if positions_BT is None else positions_BT
             mask = cache.mask() if attention_mask is None else attention_mask
-            if mask is not None and mask.dtype == torch.bool and mask.dim() == 4:
+            few = tokens_BT.shape[1] <= grouped_attention.FEW_QUERIES
+            if few and mask is not None and mask.dtype == torch.bool and mask.dim() == 4:
                 group = self.geometry.num_heads // self.geometry.num_kv_heads
                 mask = grouped_attention.fold_mask(mask, group=group, dtype=self.dtype)
             attention_mask = mask
@@ -273,7 +276,12 @@ def load_target(section: TargetSection, *, dtype: torch.dtype, device: torch.dev
             mend="correct target.geometry, or leave it out for folder: sources",
         )
     options = {"local_files_only": True, "trust_remote_code": section.trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    except Exception as error:  # a broken tokenizer.json raises a bare Exception
+        raise TargetError(
+            f"the tokenizer of {name} in {folder} can't be loaded: {error}", mend="fetch its files again"
+        ) from error
     override = None
     if section.chat_template is not None:
         path = Path(section.chat_template).expanduser()

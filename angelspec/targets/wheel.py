@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 from angelspec.core.errors import MissingRequirement, TargetError
+from angelspec.core.files import write_sorted_json
 from angelspec.core.fingerprint import file_sha256, fingerprint
 from angelspec.core.known_targets import WHEEL_CHECKSUMS
 from angelspec.core.locations import cache_folder
@@ -96,9 +97,9 @@ def convert_gguf(gguf: Path, folder: Path, *, chat_template: str | None) -> None
     config["dtype"] = "float32"
     if theta := (config.get("rope_parameters") or {}).get("rope_theta"):
         config["rope_theta"] = theta  # the spelling that readers before transformers 5 know
-    _write_json(folder / "config.json", config)
+    write_sorted_json(folder / "config.json", config)
     generation = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(
+    write_sorted_json(
         folder / "generation_config.json", {key: value for key, value in generation.items() if value is not None}
     )
     if chat_template is not None:
@@ -111,11 +112,7 @@ def convert_gguf(gguf: Path, folder: Path, *, chat_template: str | None) -> None
     settings["model_max_length"] = int(config["max_position_embeddings"])
     # transformers 5 reads chat_template.jinja; servers on older versions read it from here.
     settings["chat_template"] = tokenizer.chat_template
-    _write_json(folder / "tokenizer_config.json", settings)
-
-
-def _write_json(path: Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_sorted_json(folder / "tokenizer_config.json", settings)
 
 
 def _checksum(source: Source) -> str:

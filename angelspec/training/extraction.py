@@ -104,11 +104,12 @@ def extract(
     hidden_RTD = torch.zeros(*shape, hidden_size, dtype=target.dtype, device=device)
     for group in length_groups(document_spans(document_RT), max_tokens=TOKENS_PER_FORWARD):
         longest = group[0].length
-        # Behind a shorter document stand zeros: causal attention never looks at them from inside it.
+        # Behind a shorter document stand zeros: causal attention never looks at them from inside it. Their positions
+        # count on: where they begin anew, transformers takes the row for a packed one and builds a mask.
         tokens_BL, position_BL = torch.zeros(2, len(group), longest, dtype=torch.int64)
         for index, span in enumerate(group):
             tokens_BL[index, : span.length] = tokens_RT[span.row, span.columns]
-            position_BL[index, : span.length] = position_RT[span.row, span.columns]
+            position_BL[index] = position_RT[span.row, span.columns][0] + torch.arange(longest)
         states = target.forward(tokens_BL.to(device), positions_BT=position_BL.to(device), layer_ids=layer_ids)
         _check_shapes(states, (len(group), longest), layer_ids=layer_ids, hidden_size=hidden_size)
         for index, span in enumerate(group):

@@ -6,7 +6,7 @@ from target_builders import FAMILIES, fresh_target, tiny_target, user
 
 from angelspec.core.acceptance import repeated_ngram_share
 from angelspec.core.errors import TargetError
-from angelspec.data.generation import argmax_first, generate
+from angelspec.data.generation import generate
 
 TEXTS = ["Hi", "What is 3+4?", "Sort a list", "a", "Tell me about foxes, please", "Why?", "Count", "b" * 70, "Go on"]
 
@@ -120,16 +120,3 @@ def test_refusals():
     for temperature in (0.0, 1.0):
         with pytest.raises(TargetError, match="not finite"):
             generate(broken, [[65]], max_new_tokens=4, temperature=temperature)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [320, 1024, 1400])
-def test_argmax_takes_the_first_of_equals(width, dtype):
-    generator = torch.Generator().manual_seed(width)
-    logits = torch.randint(0, 40, (200, width), generator=generator).to(dtype)  # full of ties
-    expected = (logits.float() == logits.float().amax(-1, keepdim=True)).float().cumsum(-1).eq(1).int().argmax(-1)
-    assert torch.equal(argmax_first(logits), expected)
-    for place in (0, width - 1, width // 2):
-        logits[:, place] = 50
-        assert (argmax_first(logits) == place).all()
-        logits[:, place] = 0

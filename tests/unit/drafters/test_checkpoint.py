@@ -23,6 +23,12 @@ from angelspec.drafters.checkpoint import (
 )
 from angelspec.drafters.families import build_drafter
 
+TARGET = {
+    "architecture": "llama", "hidden_size": 20, "intermediate_size": 28, "num_layers": 8, "num_heads": 4,
+    "num_kv_heads": 2, "head_dim": 6, "vocab_size": 50, "rms_norm_eps": 1e-5, "max_position_embeddings": 128,
+    "tied_head": True, "rope": tiny_config().rope,
+}  # fmt: skip
+
 
 @pytest.fixture
 def export(tmp_path) -> Path:
@@ -188,13 +194,8 @@ def test_shards_are_followed(export):
 
 
 def test_the_target_must_fit(export):
-    facts = {
-        "architecture": "llama", "hidden_size": 20, "intermediate_size": 28, "num_layers": 8, "num_heads": 4,
-        "num_kv_heads": 2, "head_dim": 6, "vocab_size": 50, "rms_norm_eps": 1e-5, "max_position_embeddings": 128,
-        "tied_head": True, "rope": tiny_config().rope,
-    }  # fmt: skip
-    assert codes(export, geometry=TargetGeometry(**facts)) == []
-    other = TargetGeometry(**{**facts, "num_layers": 9, "vocab_size": 51})
+    assert codes(export, geometry=TargetGeometry(**TARGET)) == []
+    other = TargetGeometry(**{**TARGET, "num_layers": 9, "vocab_size": 51})
     assert codes(export, geometry=other) == [("target-differs", "target_num_layers"), ("target-differs", "vocab_size")]
 
 
@@ -234,6 +235,30 @@ def test_an_export_replaces_an_export_and_nothing_else(export, tmp_path):
     with pytest.raises(CheckpointError, match="no drafter export"):
         save_drafter(tiny_drafter("dflash"), other)
     assert (other / "today.txt").read_text() == "kept"
+    (other / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(CheckpointError, match="no drafter export"):
+        save_drafter(tiny_drafter("dflash"), other)
+    with pytest.raises(CheckpointError, match="export exists"):
+        convert_checkpoint(export, export, dialect="angelspec")
+    with pytest.raises(CheckpointError, match="today.txt exists"):
+        convert_checkpoint(export, other / "today.txt", dialect="angelspec")
+    assert sorted(path.name for path in other.iterdir()) == ["config.json", "today.txt"]
+
+
+def test_an_export_that_fails_to_take_its_place_leaves_the_old_one(export, monkeypatch):
+    before = (export / "model.safetensors").read_bytes()
+    rename = Path.rename
+
+    def broken(self, target):
+        if Path(target) == export and self.name.endswith(".tmp") and ".old." not in self.name:
+            raise OSError("the disk is gone")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", broken)
+    with pytest.raises(OSError, match="the disk is gone"):
+        save_drafter(tiny_drafter("dflash"), export)
+    assert (export / "model.safetensors").read_bytes() == before
+    assert [path.name for path in export.parent.iterdir()] == ["export"]
 
 
 def test_non_finite_weights_are_not_exported(tmp_path):
@@ -272,3 +297,30 @@ def test_the_manifest_travels_and_must_agree(name, tmp_path):
     assert load_drafter(folder, geometry=target.geometry).manifest == manifest
     edit_config(folder, rms_norm_eps=0.5, angelspec="DROP")
     assert codes(folder) == [("manifest-differs", "rms_norm_eps")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"hidden_size": "20", "head_dim": "DROP"}, "hidden_size"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "4x", "rope_theta": 1e4}}, "rope"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "rope"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(export, changes, found):
+    edit_config(export, angelspec="DROP", **changes)
+    assert found in [key for _, key in codes(export)], codes(export)
+
+
+def test_of_a_model_that_is_no_drafter_no_weight_is_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    save_file({"model.embed_tokens.weight": torch.zeros(3, 2)}, tmp_path / "model.safetensors")
+    assert codes(tmp_path) == [("unsupported", "architectures")]
+    assert examine_checkpoint(tmp_path).tensors == {}
+
+
+def test_the_target_says_how_deep_it_is_where_the_file_does_not(export):
+    geometry = TargetGeometry(**TARGET)
+    edit_config(export, angelspec="DROP", target_num_hidden_layers="DROP", num_target_layers=3)
+    found = examine_checkpoint(export, geometry=geometry)
+    assert found.config.target_num_layers == geometry.num_layers

@@ -224,7 +224,7 @@ def test_speed_is_measured_in_turns_on_the_same_tokens(target, suites, tmp_path,
     names = ["plain", "dfly", "prompt lookup"]
     assert order == [*names, *names, *names[::-1]]  # unmeasured, there and back
     assert [r.proposer for r in results] == names[1:]
-    assert all(r.tokens == r.plain_tokens > 0 and r.speedup > 0 and r.prompts == 3 for r in results)
+    assert all(r.tokens == r.plain_tokens > 0 and r.tokens_per_second > 0 and r.prompts == 3 for r in results)
     assert measure_speed(target, _proposers(target), suites[:1], **arguments) == results
     assert len(order) == 9
 

@@ -6,12 +6,14 @@ import pytest
 from evaluation_builders import small_report
 from rich.console import Console
 
+from angelspec.core.acceptance import AcceptanceCounts
 from angelspec.core.errors import DataError
 from angelspec.evaluation.acceptance_tables import exactness_table, length_table, lookup_table, position_table
 from angelspec.evaluation.rendering import print_report, tables, to_markdown, write_report
 from angelspec.evaluation.report import Report
-from angelspec.evaluation.results import Divergence, ExactnessResult
-from angelspec.evaluation.speed_tables import speed_table
+from angelspec.evaluation.results import Divergence, ExactnessResult, ShortlistResult
+from angelspec.evaluation.speed_tables import shortlist_table, speed_table
+from angelspec.evaluation.tables import MISSING
 
 
 def _cells(table, label):
@@ -139,3 +141,25 @@ def test_empty_tables_are_left_out():
     report = small_report().model_copy(update={"speed": (), "exactness": (), "shortlist": ()})
     titles = [table.title for table in tables(report)]
     assert not any("Speed" in title or "plain decoding" in title or "Shortlist" in title for title in titles)
+
+
+def test_drafters_that_finish_other_answers_show_their_own_counts():
+    report = small_report()
+
+    def turned(result):
+        groups = [
+            group.model_copy(update={"finished": group.unfinished, "unfinished": group.finished})
+            for group in result.groups
+        ]
+        return result.model_copy(update={"groups": tuple(groups)})
+
+    results = tuple(turned(item) if item.proposer == "prompt lookup" else item for item in report.results)
+    table = length_table(report.model_copy(update={"results": results}), temperature=0.0, finished=True)
+    assert _cells(table, "a")["finished answers"] == "2/1 of 3"
+    assert _cells(table, "a")["repeated 12-grams"] == "25.0 %"
+
+
+def test_a_shortlist_of_answers_without_a_step_has_no_time_per_block():
+    empty = ShortlistResult(size=8, counts=AcceptanceCounts(), draft_seconds=0.0, total_seconds=1.0, tokens=3)
+    report = small_report().model_copy(update={"shortlist": (empty,)})
+    assert shortlist_table(report).rows[0][3] == MISSING

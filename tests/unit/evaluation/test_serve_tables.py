@@ -24,6 +24,9 @@ def result():
 
 
 def test_cells(result):
+    settings = result.settings.model_copy(update={"concurrency": (4, 8)})
+    result = result.model_copy(update={"settings": settings})
+    assert result.faults[0] == "broken off after 6 of 12 windows"
     speed = speed_table(result, traffic="code")
     assert speed.columns == ("concurrency", "ar", "dfly", "control")
     assert speed.rows == (("4", "10.0", "19.0†‡, 1.90×, 2.00", "11.0, 1.10×"),)  # nothing was measured at 8

@@ -14,7 +14,7 @@ from target_builders import tiny_target
 from angelspec.core.errors import MissingRequirement, TargetError
 from angelspec.core.fingerprint import file_sha256
 from angelspec.core.known_targets import SMOLLM2_WHEEL
-from angelspec.core.model_content import content_digest
+from angelspec.core.model_content import content_digest, weight_files
 from angelspec.targets import wheel
 from angelspec.targets.sources import (
     SOURCE_RECORD,
@@ -306,3 +306,10 @@ def test_asking_what_is_at_hand_loads_no_torch():
         f"is_at_hand({SMOLLM2_WHEEL!r}); assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_of_two_sets_of_weights_the_digest_covers_the_one_that_is_loaded(model):
+    names = {"weight_map": {"a": "other.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(names))
+    (model / "other.safetensors").write_bytes(b"x")
+    assert [path.name for path in weight_files(model)[0]] == ["model.safetensors"]

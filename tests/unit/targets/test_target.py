@@ -277,3 +277,35 @@ def test_section_is_needed_in_full():
     with pytest.raises(TargetError, match="not set"):
         load_target(TargetSection(source="random:llama"), dtype=torch.float32)
     assert tiny_section("hy3").mode_family == MODE_FAMILIES["hy3"]
+
+
+def test_a_template_that_cannot_be_read_is_named_in_every_mode(folder, tmp_path):
+    own = tmp_path / "own.jinja"
+    own.write_text("{% if %}")
+    target = load_target(section(folder, chat_template=str(own)), dtype=torch.float32)
+    for mode in ("no-think", "high-think"):
+        with pytest.raises(TargetError, match="the chat template of"):
+            target.render(user("Hi"), mode=mode, add_generation_prompt=True)
+
+
+def test_a_truncated_tokenizer_is_named(folder):
+    path = folder / "tokenizer.json"
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(TargetError, match="the tokenizer of .* can't be loaded"):
+        load_target(section(folder), dtype=torch.float32)
+
+
+def test_a_prefill_behind_a_prefix_holds_no_scores(monkeypatch):
+    target = tiny_target("llama")
+    tokens = torch.randint(0, 90, (2, 140), generator=torch.Generator().manual_seed(0))
+    whole = target.forward(tokens).hidden_BTD
+    shapes = []
+    softmax = torch.softmax
+    monkeypatch.setattr(torch, "softmax", lambda scores, **how: shapes.append(scores.shape) or softmax(scores, **how))
+    cache = target.new_cache(rows=2, capacity=140)
+    for start, end in ((0, 20), (20, 130), (130, 140)):
+        hidden = target.forward(tokens[:, start:end], cache=cache).hidden_BTD
+        cache.commit(torch.full((2,), end - start))
+        torch.testing.assert_close(hidden, whole[:, start:end], rtol=1e-4, atol=1e-5)
+    repeats = target.geometry.num_heads // target.geometry.num_kv_heads
+    assert {shape[2] for shape in shapes} <= {20 * repeats, 10 * repeats}
