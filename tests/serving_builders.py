@@ -59,7 +59,7 @@ def fake_parts(folder: Path, *, problems=(), manifests=None, mode="no-think", re
     """
     manifests = manifests or {}
 
-    def find_drafter(text):
+    def find_drafter(text, *, bare_paths=True):
         place = Path(text)
         place.mkdir(parents=True, exist_ok=True)
         algorithm = "mtp" if place.name.startswith("mtp") else "dfly"
@@ -71,7 +71,7 @@ def fake_parts(folder: Path, *, problems=(), manifests=None, mode="no-think", re
         return Examined((*problems, *conflicts), (), config, manifests.get(found.folder.name), 1000)
 
     return Parts(
-        find_target=lambda text: FoundTarget(
+        find_target=lambda text, bare_paths=True: FoundTarget(
             Path(text) if Path(text).is_absolute() else folder / "target", "smollm2", "org/tiny"
         ),
         find_drafter=find_drafter,
@@ -159,7 +159,7 @@ def bench_result() -> BenchResult:
         control_version="0.5.23", engine=None, engine_arguments={"dtype": "float32"}, control_arguments=None,
         hardware="a machine", command="angelspec bench serve --url http://s",
         settings=BenchSettings(
-            concurrency=(4, 8), requests=8, max_tokens=32, temperature=0.0, repeats=2, seed=0, mode=None,
+            concurrency=(4,), requests=8, max_tokens=32, temperature=0.0, repeats=2, seed=0, mode=None,
             minimum_seconds=10.0,
         ),
         baseline="ar",

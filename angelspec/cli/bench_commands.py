@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from angelspec.cli.options import server_key
+from angelspec.core.errors import RequestError
 
 
 @click.group()
@@ -210,6 +211,7 @@ def length_command(
     show_default=True,
     help="Folder for serve-bench.json, serve-bench.md and plots.",
 )
+@click.option("--overwrite", is_flag=True, help="Replace a result that lies there.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def serve_command(
     url: str,
@@ -229,6 +231,7 @@ def serve_command(
     minimum_seconds: float,
     api_key: str | None,
     output: Path,
+    overwrite: bool,
     quiet: bool,
 ) -> None:
     """Measure a running server under closed-loop load, every choice in turns beside plain decoding.
@@ -238,8 +241,10 @@ def serve_command(
     route and cut; the prefix cache is emptied before each window. Speedups are paired by repeat and have 95 % t
     intervals (over the logarithms), so give at least 3 repeats.
 
-    Exit codes: 0 measured; 2 a route, a cut or prompts are wrong; 11 a server is out of reach; 12 measured and
-    written, but requests failed.
+    The result is written after every window, so that what was measured stays if a server dies or you stop it.
+
+    Exit codes: 0 measured; 2 a route, a cut, prompts or the output are wrong; 11 a server is out of reach; 12 measured
+    and written, but requests failed; 130 interrupted.
     """
     from angelspec.evaluation.machine import Machine
     from angelspec.evaluation.serve_plot import plot_bench
@@ -247,7 +252,7 @@ def serve_command(
     from angelspec.pipeline.progress import table_console
     from angelspec.pipeline.serve_prompts import traffics_of
     from angelspec.serving.bench import choices_of, run_bench
-    from angelspec.serving.bench_result import BenchSettings
+    from angelspec.serving.bench_result import RESULT_FILE, BenchResult, BenchSettings
     from angelspec.serving.failures import BenchFailed
 
     settings = BenchSettings(
@@ -260,22 +265,38 @@ def serve_command(
         mode=mode,
         minimum_seconds=minimum_seconds,
     )
-    result = run_bench(
-        url,
-        traffics_of(prompts, limit=limit, mixed=not no_mixed),
-        settings=settings,
-        choices=choices_of(routes, cuts),
-        control_url=control_url,
-        api_key=api_key,
-        hardware=f"client and, if local, server: {Machine.here().description}",
-        command=shlex.join(["angelspec", *_without_key(sys.argv[1:])]),
-        say=(lambda text: None) if quiet else (lambda text: click.echo(text, err=True)),
-    )
-    path = result.save(output)
-    plots = {caption: picture.name for caption, picture in plot_bench(result, output).items()}
-    report = write_bench_report(result, output, plots=plots)
-    print_bench(result, console=table_console())
-    click.echo(f"result: {path}\nreport: {report}")
+    if (output / RESULT_FILE).exists() and not overwrite:
+        raise RequestError(
+            f"{output / RESULT_FILE} exists", mend="choose another --output, or replace it with --overwrite"
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    result: BenchResult | None = None
+
+    def keep(so_far: BenchResult) -> None:
+        nonlocal result
+        result = so_far
+        so_far.save(output)
+
+    try:
+        run_bench(
+            url,
+            traffics_of(prompts, limit=limit, mixed=not no_mixed),
+            settings=settings,
+            choices=choices_of(routes, cuts),
+            control_url=control_url,
+            api_key=api_key,
+            hardware=f"client and, if local, server: {Machine.here().description}",
+            command=shlex.join(["angelspec", *_without_key(sys.argv[1:])]),
+            say=(lambda text: None) if quiet else (lambda text: click.echo(text, err=True)),
+            keep=keep,
+        )
+    finally:
+        if result is not None:
+            plots = {caption: picture.name for caption, picture in plot_bench(result, output).items()}
+            report = write_bench_report(result, output, plots=plots)
+            print_bench(result, console=table_console())
+            click.echo(f"result: {output / RESULT_FILE}\nreport: {report}")
+    assert result is not None, "at least one window was measured"
     failed = sum(len(window.failures) for window in result.windows)
     if failed:
         raise BenchFailed(f"{failed} requests failed; what they would have given is missing from the figures")

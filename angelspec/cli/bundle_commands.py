@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from angelspec.cli.options import drafter_mode, server_key
+from angelspec.core.errors import RequestError
 from angelspec.core.modes import Mode
 
 
@@ -57,6 +58,7 @@ def bundle() -> None:
     show_default=True,
     help="File to write: JSON where it ends in .json, else YAML. Paths in it are relative to it.",
 )
+@click.option("--overwrite", is_flag=True, help="Replace the bundle that lies there, with what it has learnt.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def create_command(
     target: str,
@@ -69,6 +71,7 @@ def create_command(
     batch_size: int,
     name: str,
     output: Path,
+    overwrite: bool,
     quiet: bool,
 ) -> None:
     """Write a bundle of a target and its drafters, after checking that they fit.
@@ -78,6 +81,8 @@ def create_command(
     from angelspec.cli import serving_parts
     from angelspec.serving.resolving import compose_bundle, resolve_bundle, with_acceptance, with_routes
 
+    if output.exists() and not overwrite:
+        raise RequestError(f"{output} exists", mend="choose another --output, or replace it with --overwrite")
     parts = serving_parts.parts()
     made = compose_bundle(target, drafters, parts=parts, name=name, mode=mode, relative_to=output.resolve().parent)
     made = with_routes(made, routes)

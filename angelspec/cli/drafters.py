@@ -9,13 +9,16 @@ import click
 from angelspec.hub.resolve import FoundDrafter, find_drafter
 
 
-def find(name: str, *, output: Path | None = None, needs_manifest: bool = False) -> FoundDrafter:
+def find(
+    name: str, *, output: Path | None = None, needs_manifest: bool = False, bare_paths: bool = True
+) -> FoundDrafter:
     """The drafter of that name, fetched and checked if it is not on this machine.
 
     Args:
         name: a path, hf:ORG/NAME[@REVISION], modelscope:ORG/NAME[@REVISION], or a registered name.
         output: a folder to fetch it into, instead of the cache.
         needs_manifest: fetch no drafter without one.
+        bare_paths: whether the name of a folder counts without ``./`` before it.
 
     Raises:
         AngelspecError: there is none, it can't be fetched or can't be loaded.
@@ -31,5 +34,6 @@ def find(name: str, *, output: Path | None = None, needs_manifest: bool = False)
         output=output,
         check=check,
         needs_manifest=needs_manifest,
+        bare_paths=bare_paths,
         say=lambda text: click.echo(text, err=True),
     )

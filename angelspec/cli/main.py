@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 import click
@@ -36,6 +37,12 @@ class _Group(click.Group):
         except AngelspecError as error:
             click.echo(f"error: {error}", err=True)
             sys.exit(error.exit_code)
+        except OSError as error:  # a full disk, a folder that may not be read or written
+            if error.errno == errno.EPIPE:
+                raise
+            where = f"{error.filename}: " if error.filename is not None else ""
+            click.echo(f"error: {where}{error.strerror or error or type(error).__name__}", err=True)
+            sys.exit(AngelspecError.exit_code)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

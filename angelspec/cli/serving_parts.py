@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from filelock import FileLock
 
 from angelspec.cli.drafters import find
 from angelspec.core.fingerprint import fingerprint
@@ -74,16 +75,19 @@ def shown_plan(
     return plan
 
 
-def find_target(text: str) -> FoundTarget:
+def find_target(text: str, *, bare_paths: bool = True) -> FoundTarget:
     """A target by a known name, a folder, ORG/NAME of the Hugging Face hub, or a source as in recipes; fetched if it is
     not on this machine.
+
+    Args:
+        bare_paths: see ``Parts``.
 
     Raises:
         TargetError: there is none.
     """
     from angelspec.targets.sources import materialise
 
-    source = target_source(text)
+    source = target_source(text, bare_paths=bare_paths)
     known = next((target for target in KNOWN_TARGETS.values() if target.source == source), None)
     folder = materialise(source, progress=lambda line: click.echo(line, err=True))
     if known is None:
@@ -91,7 +95,7 @@ def find_target(text: str) -> FoundTarget:
     return FoundTarget(folder, known.mode_family, known.release)
 
 
-def target_source(text: str) -> str:
+def target_source(text: str, *, bare_paths: bool = True) -> str:
     """A target as a user names it, written as in recipes: SCHEME:PLACE."""
     from angelspec.targets.sources import SCHEMES
 
@@ -99,18 +103,22 @@ def target_source(text: str) -> str:
         return KNOWN_TARGETS[text].source
     if text.partition(":")[0] in SCHEMES:
         return text
-    return f"hf:{text}" if is_repository_name(text) and not Path(text).exists() else f"folder:{text}"
+    is_folder = bare_paths and Path(text).exists()
+    return f"hf:{text}" if is_repository_name(text) and not is_folder else f"folder:{text}"
 
 
-def find_drafter(text: str) -> FoundDrafter:
+def find_drafter(text: str, *, bare_paths: bool = True) -> FoundDrafter:
     """A drafter by path, hub or registered name; one whose config.json lacks fields is completed in the cache.
+
+    Args:
+        bare_paths: see ``Parts``.
 
     Raises:
         AngelspecError: there is none, or it can't be fetched.
     """
-    found = find(text)
+    found = find(text, bare_paths=bare_paths)
     if found.entry is None:
-        return FoundDrafter(found.folder)
+        return FoundDrafter(found.folder if found.folder.is_dir() else found.folder.parent)
     overrides = found.entry.config_overrides
     folder = _completed(found.folder, overrides) if overrides else found.folder
     return FoundDrafter(folder, found.entry.algorithm, found.entry.mode, found.entry.target)
@@ -133,13 +141,11 @@ def examine(found: FoundDrafter, geometry: TargetGeometry) -> Examined:
     )
 
 
-def model_digest(folder: Path, chat_template: str | None) -> str:
+def model_digest(folder: Path, chat_template: Path | None) -> str:
     """Content hash of a target or a drafter, with the chat template that replaces its own."""
     from angelspec.core.model_content import content_digest
 
-    template = Path(chat_template).expanduser() if chat_template is not None else None
-    extra = template.read_text(encoding="utf-8") if template is not None and template.is_file() else None
-    return content_digest(folder, extra=extra)
+    return content_digest(folder, extra=None if chat_template is None else chat_template.read_text(encoding="utf-8"))
 
 
 def hardware() -> Hardware:
@@ -159,7 +165,8 @@ def _completed(folder: Path, overrides: dict[str, object]) -> Path:
 
     name = fingerprint([str(folder.resolve()), overrides])
     place = cache_folder() / "completed" / name
-    if not (place / "config.json").is_file():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        convert_checkpoint(folder, place, dialect="angelspec", overrides=overrides)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(place.with_name(f".{name}.lock")):
+        if not (place / "config.json").is_file():
+            convert_checkpoint(folder, place, dialect="angelspec", overrides=overrides)
     return place

@@ -35,6 +35,7 @@ from angelspec.core.yaml_text import YamlError, parse_yaml
 FORMAT_VERSION = 1
 """Raised when a bundle of an earlier version can no longer be read as is."""
 Family = Literal["block", "mtp"]
+DRAFTER_NAME = r"[a-z0-9][a-z0-9._-]*"
 PLAIN, AUTO = "ar", "auto"
 """Routes that are no drafter: plain (autoregressive) decoding, and the choice by load."""
 
@@ -64,7 +65,7 @@ class BundleDrafter(BaseModel):
 
     model_config = _STRICT
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    name: str = Field(pattern=f"^{DRAFTER_NAME}$")
     """What routes and requests call it."""
     source: str
     """A path (relative to the bundle, starting with . or /) or a hub id."""

@@ -1,12 +1,18 @@
-"""Atomic writes: a reader sees the old content or the new, never a part of it."""
+"""Files: atomic writes, of which a reader sees the old content or the new and never a part; reading; sizes."""
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+LFS_START = b"version https://git-lfs"
+"""How the pointer begins that Git leaves in place of a large file that it did not fetch."""
 
 
 def write_text_atomic(path: Path, text: str) -> None:
@@ -28,6 +34,21 @@ def write_text_atomic(path: Path, text: str) -> None:
 def write_json_atomic(path: Path, value: Any) -> None:
     """Write ``value`` as indented JSON, keys in their given order, refusing NaN."""
     write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_sorted_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON with sorted keys, as files whose bytes are part of a content hash."""
+    path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def file_states(folder: Path) -> Iterator[os.stat_result]:
+    """Of every regular file below a folder, links not followed; what vanishes meanwhile is left out."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                state = (Path(place) / name).lstat()
+                if stat.S_ISREG(state.st_mode):
+                    yield state
 
 
 def read_json(path: Path) -> Any:

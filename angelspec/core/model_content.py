@@ -16,8 +16,11 @@ _DIGESTED = ("config.json", "generation_config.json", "tokenizer.json", "tokeniz
 
 
 def weight_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """Weight files that exist, and names that an index promises but are not there."""
+    """Weight files that exist, and names that an index promises but are not there; in the order in which transformers
+    looks for them."""
     for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return [folder / name], []
         index = folder / f"{name}.index.json"
         if index.is_file():
             try:
@@ -26,8 +29,6 @@ def weight_files(folder: Path) -> tuple[list[Path], list[str]]:
                 return [], [f"{index.name} (unreadable)"]
             present = [folder / item for item in names if (folder / item).is_file()]
             return present, [item for item in names if not (folder / item).is_file()]
-        if (folder / name).is_file():
-            return [folder / name], []
     return [], []
 
 

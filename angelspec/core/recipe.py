@@ -8,6 +8,7 @@ except where a docstring says what None means.
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
@@ -217,6 +218,11 @@ class RolloutSection(Section):
             raise ValueError("samples_per_prompt above 1 repeats the same answer at temperature 0")
         if self.backend == "endpoint" and not self.endpoint_url:
             raise ValueError("backend endpoint needs endpoint_url")
+        if self.endpoint_url and "@" in urlsplit(self.endpoint_url).netloc:
+            raise ValueError(
+                "endpoint_url holds a login, which the manifest would publish: leave it out, and name the variable "
+                f"that holds the key in endpoint_key_variable ({self.endpoint_key_variable})"
+            )
         return self
 
 
@@ -353,7 +359,7 @@ class EvaluationSection(Section):
     def _not_negative(cls, value: tuple[float, ...]) -> tuple[float, ...]:
         if not value or any(item < 0 for item in value):
             raise ValueError("temperatures needs one or more values of at least 0")
-        return value
+        return tuple(dict.fromkeys(value))  # twice the same would count every answer twice
 
 
 class ExportSection(Section):

@@ -95,7 +95,8 @@ def load_recipe(name_or_path: str, *, preset: str | None = None, overrides: Sequ
         document = apply_override(document, override)
         section, _, rest = override.partition("=")[0].strip().partition(".")
         if section == "drafter":
-            stated |= {rest.partition(".")[0]} if rest else set(document["drafter"] or ())
+            whole = document["drafter"]
+            stated |= {rest.partition(".")[0]} if rest else set(whole) if isinstance(whole, Mapping) else set()
     document = _drop_other_family(before, document, stated=stated)
     if document.pop("abstract", False):
         raise RecipeError(

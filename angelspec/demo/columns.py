@@ -6,6 +6,7 @@ own choice; a server without it answers in one way only.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from angelspec.core.bundle import AUTO, PLAIN
 from angelspec.core.drafter_config import ALGORITHM_NAMES
 from angelspec.core.errors import AngelspecError, RequestError
 from angelspec.core.known_targets import KNOWN_TARGETS
-from angelspec.core.modes import MODES, Mode, ModeFamily, mode_family
+from angelspec.core.modes import MODE_FAMILIES, MODES, Mode, ModeFamily, mode_family
 from angelspec.serving.answers import ServedDrafter, ServerInfo
 from angelspec.serving.client import AsyncClient
 from angelspec.serving.connection import is_address
@@ -40,7 +41,8 @@ class Server:
     def machine(self) -> str:
         """Servers of one machine distort each other's speed."""
         host = urlsplit(self.url).hostname or self.url
-        return "this machine" if host in ("localhost", "::1") or host.startswith("127.") else host
+        here = ("localhost", "::1", "0.0.0.0", "::", socket.gethostname())
+        return "this machine" if host in here or host.startswith("127.") else host
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,9 @@ class Seen:
         """How its chat template switches thinking; ``plain`` where that is not known."""
         if self.info is None:
             return mode_family("plain")
-        if self.info.engine is not None:
-            return mode_family(self.info.engine.mode_family)
+        if self.info.engine is not None:  # of a newer version it may be one that is not known here
+            named = self.info.engine.mode_family
+            return mode_family(named if named in MODE_FAMILIES else "plain")
         model = self.info.model.rstrip("/").lower()
         for known in KNOWN_TARGETS.values():
             if known.release and model.endswith(known.release.split("/")[-1].lower()):

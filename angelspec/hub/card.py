@@ -265,7 +265,7 @@ def _length_table(cells: Sequence[MeasuredAcceptance], temperatures: Sequence[fl
     rows = []
     suites = list(dict.fromkeys((item.suite, item.workload) for item in cells))
     for suite, workload in [*suites, (None, None)]:
-        row = ["all" if suite is None else suite if suite == workload else f"{suite} ({workload})"]
+        row = ["all" if suite is None else _suite(suite, workload)]
         for temperature in temperatures:
             of = [c for c in cells if c.temperature == temperature and suite in (None, c.suite)
                   and workload in (None, c.workload)]  # fmt: skip
@@ -278,6 +278,10 @@ def _length_table(cells: Sequence[MeasuredAcceptance], temperatures: Sequence[fl
     for temperature in temperatures:
         columns += [f"{algorithm}, temperature {temperature:g}", "prompt lookup", "verify steps"]
     return table(columns, rows)
+
+
+def _suite(suite: str, workload: str) -> str:
+    return suite if suite == workload else f"{suite} ({workload})"
 
 
 def _position_table(cells: Sequence[MeasuredAcceptance], temperatures: Sequence[float]) -> str:
@@ -386,7 +390,8 @@ def _below_lookup(cells: Sequence[MeasuredAcceptance]) -> list[str]:
         ours = cell.finished.mean_accepted_length
         lookup = cell.lookup_finished.mean_accepted_length if cell.lookup_finished is not None else None
         if ours is not None and lookup is not None and ours <= lookup:
-            worse.append(f"{cell.suite} at temperature {cell.temperature:g} ({ours:.2f} against {lookup:.2f})")
+            where = f"{_suite(cell.suite, cell.workload)} at temperature {cell.temperature:g}"
+            worse.append(f"{where} ({ours:.2f} against {lookup:.2f})")
     return (
         [f"It accepts no more than prompt lookup, a drafter without weights, on {', '.join(worse)}."] if worse else []
     )

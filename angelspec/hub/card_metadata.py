@@ -42,7 +42,7 @@ def card_metadata(
         "library_name": engine,
         "pipeline_tag": "text-generation",
         "tags": tags + [f"arxiv:{paper}" for paper in [*papers, _OUR_PAPER]],
-        "datasets": sorted({source.source.removeprefix("hf:") for source in manifest.recipe.data.train
+        "datasets": sorted({_repository(source.source) for source in manifest.recipe.data.train
                             if source.source.startswith("hf:")}) or None,
         "model-index": _model_index(manifest, name=name),
     }  # fmt: skip
@@ -72,7 +72,7 @@ def _model_index(manifest: DrafterManifest, *, name: str) -> list[dict[str, Any]
             if of == suite and counts.mean_accepted_length is not None
         ]
         source = sources.get(suite, "")
-        dataset = source.removeprefix("hf:") if source.startswith("hf:") else f"angelspec-prompts-{_slug(suite)}"
+        dataset = _repository(source) if source.startswith("hf:") else f"angelspec-prompts-{_slug(suite)}"
         if metrics:
             results.append(
                 {
@@ -82,6 +82,11 @@ def _model_index(manifest: DrafterManifest, *, name: str) -> list[dict[str, Any]
                 }
             )
     return [{"name": name, "results": results}] if results else None
+
+
+def _repository(source: str) -> str:
+    """ORG/NAME of ``hf:ORG/NAME[@REVISION]...``."""
+    return source.removeprefix("hf:").partition("@")[0]
 
 
 def _slug(text: str) -> str:
@@ -113,6 +118,8 @@ def card_problems(text: str, *, base_model: str | None, license: str) -> list[st
         base_model: the target's ORG/NAME, which the card must name; None: it is on no hub.
         license: that the publication is made under.
     """
+    if text.startswith("\ufeff"):
+        return ["README.md begins with a byte-order mark, behind which the hubs find no front matter: save it without"]
     matter, body = split_card(text)
     if matter is None:
         return ["README.md has no front matter between two lines of ---"]

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from angelspec.core.errors import HubError
 from angelspec.hub.redaction import redact
@@ -18,6 +19,10 @@ from angelspec.hub.redaction import redact
 _CLIENTS = ("huggingface_hub", "modelscope_hub")
 _NETWORK_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "hf_xet")
 _LONGEST_WORDS = 300
+
+
+_NEVER = ("UnsupportedProtocol", "InvalidURL", "InvalidSchema", "MissingSchema", "LocalProtocolError")
+"""Of the network libraries: requests that no second try can mend."""
 
 
 class AccessDenied(HubError):
@@ -117,7 +122,10 @@ def judge(error: BaseException, *, doing: str, place: str, tokens: Sequence[str]
             HubUnavailable(f"{place}: HF_HUB_OFFLINE forbids to {doing}", mend="unset it, or pull while online")
         )
     if any(_is_network_trouble(item) for item in chain):
-        return Failure(_unavailable(f"the connection failed{said}", doing=doing, place=place), retryable=True)
+        what = said or f" ({redact(_network_words(chain), tokens)})"
+        return Failure(
+            _unavailable(f"the connection failed{what}", doing=doing, place=place), retryable=not names & set(_NEVER)
+        )
     if any(type(item).__module__.split(".")[0] in _CLIENTS for item in chain):
         return Failure(
             ContentRefused(
@@ -185,7 +193,7 @@ def _denied(status: int, *, said: str, doing: str, place: str) -> AccessDenied:
 def _unavailable(what: str, *, doing: str, place: str) -> HubUnavailable:
     return HubUnavailable(
         f"{place}: {what} while trying to {doing}",
-        mend="run the same command again later; what was uploaded already is not sent again",
+        mend="run the same command again later; what was sent or fetched already is not moved again",
     )
 
 
@@ -221,6 +229,37 @@ def _server_words(chain: Sequence[BaseException]) -> str:
         if isinstance(words, str) and words.strip():
             return " ".join(words.split())[:_LONGEST_WORDS]
     return ""
+
+
+def _network_words(chain: Sequence[BaseException]) -> str:
+    """What the network library says, one line."""
+    item = next((item for item in reversed(chain) if _is_network_trouble(item)), chain[-1])
+    return " ".join(str(item).split())[:_LONGEST_WORDS] or type(item).__name__
+
+
+def usable_token(token: str | None, *, variable: str) -> str | None:
+    """The token, if there is one.
+
+    Raises:
+        AccessDenied: it holds what no request can carry; the token itself is not shown.
+    """
+    if token and not (token.isascii() and token.isprintable()):
+        raise AccessDenied(
+            "the token holds characters that no token can have", mend=f"copy it again, whole, into {variable}"
+        )
+    return token or None
+
+
+def usable_endpoint(text: str, *, variable: str) -> str:
+    """The endpoint, without a slash behind it.
+
+    Raises:
+        HubUnavailable: it is no address.
+    """
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise HubUnavailable(f"{variable}={redact(text)} is no address", mend="write it as https://HOST")
+    return text.rstrip("/")
 
 
 def _is_network_trouble(error: BaseException) -> bool:

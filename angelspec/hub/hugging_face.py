@@ -12,16 +12,35 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token, set_client_factory
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils._http import default_client_factory
 
 from angelspec.core.repositories import HubKind
-from angelspec.hub.failures import AccessDenied, NotOnHub
+from angelspec.hub.failures import AccessDenied, NotOnHub, usable_endpoint, usable_token
 from angelspec.hub.staging import StagedFile
 from angelspec.hub.transport import RemoteFile
 
+WAITS = {"connect": 10.0, "read": 120.0, "write": 120.0}
+"""Seconds for a connection, and between two parts read or written; the client itself waits for ever."""
 _SHORT_COMMIT = re.compile(r"[0-9a-f]{7,39}")
+
+
+def _bounded_client():
+    """The client's own, but that it does not wait for ever for a hub that accepts and never answers.
+
+    Several of its calls ask for no limit by name, so a default would not reach them.
+    """
+
+    def bound(request) -> None:
+        asked = request.extensions.get("timeout") or {}
+        limits = {name: WAITS[name] for name in WAITS if asked.get(name) is None}
+        request.extensions["timeout"] = {**asked, **limits}
+
+    client = default_client_factory()
+    client.event_hooks = {**client.event_hooks, "request": [*client.event_hooks["request"], bound]}
+    return client
 
 
 class HuggingFace:
@@ -32,8 +51,9 @@ class HuggingFace:
 
     def __init__(self) -> None:
         # the client reads HF_ENDPOINT once, when it is imported; we read it now
-        self.endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-        self._token = get_token()
+        self.endpoint = usable_endpoint(os.environ.get("HF_ENDPOINT") or constants.ENDPOINT, variable="HF_ENDPOINT")
+        self._token = usable_token(get_token(), variable="HF_TOKEN")
+        set_client_factory(_bounded_client)
         # False: never fall back to a token found elsewhere
         self._api = HfApi(endpoint=self.endpoint, token=self._token or False)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from angelspec.core.errors import MissingRequirement
 from angelspec.core.installing import install_hint
 from angelspec.core.repositories import HubKind
-from angelspec.hub.failures import AccessDenied, NotOnHub
+from angelspec.hub.failures import AccessDenied, NotOnHub, usable_endpoint, usable_token
 from angelspec.hub.staging import StagedFile
 from angelspec.hub.transport import RemoteFile
 
@@ -44,8 +44,8 @@ class ModelScope:
 
     def __init__(self) -> None:
         config = HubConfig()  # reads MODELSCOPE_ENDPOINT, MODELSCOPE_API_TOKEN and the stored log-in now
-        self.endpoint = config.endpoint
-        self._token = config.token or None
+        self.endpoint = usable_endpoint(config.endpoint, variable="MODELSCOPE_ENDPOINT")
+        self._token = usable_token(config.token, variable="MODELSCOPE_API_TOKEN")
         self._api = HubApi(config=config)
 
     @property

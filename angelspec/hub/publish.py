@@ -164,8 +164,13 @@ def _warnings(folder: Path, manifest: DrafterManifest) -> tuple[str, ...]:
     recipe = manifest.recipe
     places = [recipe.target.source, recipe.target.chat_template, recipe.drafter.initial_checkpoint]
     places += [source.source for source in (*recipe.data.train, *recipe.data.evaluation)]
-    paths = sorted({place for place in places if place and (place.startswith(("folder:", "file:", "/", "~", ".")))})
-    warnings = [f"the manifest names local paths that everyone will read: {', '.join(paths)}"] if paths else []
+    paths = {place for place in places if place and (place.startswith(("folder:", "file:", "/", "~", ".")))}
+    paths |= set(_places_in(recipe.rollout.endpoint_url or ""))
+    warnings = (
+        [f"the manifest names local paths or addresses that everyone will read: {', '.join(sorted(paths))}"]
+        if paths
+        else []
+    )
     if (folder / LOAD_TEST_FILE).is_file() and (places := _places_in(_text(folder / LOAD_TEST_FILE))):
         warnings.append(f"{LOAD_TEST_FILE} names local paths or addresses that everyone will read: {', '.join(places)}")
     if not manifest.acceptance:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from angelspec.core.errors import CheckpointError, MissingRequirement
 from angelspec.core.files import read_json, write_json_atomic
@@ -28,7 +29,8 @@ from angelspec.hub.transport import Hub, RemoteFile, connect
 Say = Callable[[str], None]
 Check = Callable[[Path], Sequence[str]]
 """Says why a fetched folder can't be loaded (empty: it can)."""
-_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+_COMMIT = re.compile(r"(?!(?:19|20)\d{6}$)[0-9a-f]{7,40}")
+"""Whole or shortened; eight digits of a date are rather a tag."""
 _LICENSES = re.compile(r"(?i)licen[cs]e[\w.-]*")
 _PICKLES = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?")
 _PARTIAL = ".partial"
@@ -143,7 +145,7 @@ def _pull(
     if folder == Path.cwd():
         raise CheckpointError("--output is the folder where you are", mend="name a folder in it")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(folder):
+    with _locked(folder, say=say):
         if folder.is_dir() and any(folder.iterdir()):
             if output is not None and (wrong := _wrong(folder, files)):
                 raise CheckpointError(
@@ -244,11 +246,21 @@ def _need_room(folder: Path, size: int) -> None:
         )
 
 
-def _lock(folder: Path) -> FileLock:
+@contextmanager
+def _locked(folder: Path, *, say: Say) -> Iterator[None]:
     """Held while a folder is fetched, so that two commands never fill one."""
-    lock = fetch_lock(folder)
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(lock)
+    path = fetch_lock(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"another command fetches {folder.name}: waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _place(repository: Repository) -> tuple[Path, str]:

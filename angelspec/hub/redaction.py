@@ -16,6 +16,7 @@ _TOKEN_SHAPES = re.compile(
 _QUERY = re.compile(r"((?:https?:/)?/[^\s?'\"<>]+)\?[^\s'\"<>]*")
 _HEADER = re.compile(r"""(?i)\b(authorization["']?[ \t]*[=:][ \t]*["']?)(?:[\w-]+[ \t]+)?\S+""")
 """An Authorization header: its scheme, if it names one, and the credential."""
+_PASSWORD = re.compile(r"(?i)\b[a-z][a-z0-9+.-]*://[^\s/?#'\"<>:@]*:[^\s/?#'\"<>@]+@")
 _BEARER = re.compile(r"(?i)\b((?:bearer|authorization|m_session_id)[=:\s]+)\S+")
 
 
@@ -35,5 +36,7 @@ def redact(text: str, tokens: Iterable[str] = ()) -> str:
 
 
 def holds_a_token(text: str) -> bool:
-    """Whether a text that is about to be published contains one of the user's tokens, or something shaped like one."""
-    return any(token in text for token in known_tokens()) or _TOKEN_SHAPES.search(text) is not None
+    """Whether a text that is about to be published contains one of the user's tokens, something shaped like one, or an
+    address with a password in it."""
+    shapes = (_TOKEN_SHAPES, _PASSWORD)
+    return any(token in text for token in known_tokens()) or any(shape.search(text) for shape in shapes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ def find_drafter(
     output: Path | None = None,
     check: Check | None = None,
     needs_manifest: bool = False,
+    bare_paths: bool = True,
     say: Say = lambda text: None,
     registry: Registry | None = None,
 ) -> FoundDrafter:
@@ -47,9 +49,10 @@ def find_drafter(
 
     Args:
         text: a path, hf:ORG/NAME[@REVISION], modelscope:ORG/NAME[@REVISION], or a registered name.
-        output: folder to fetch it into; None: the cache.
+        output: folder to fetch it into, or to copy a drafter into that ships with angelspec; None: the cache.
         check: run on what is fetched.
         needs_manifest: fetch no drafter without one; what is on this machine is not looked at.
+        bare_paths: whether a path counts that begins with neither ``.`` nor ``/`` nor ``~``.
         say: told what is being done.
         registry: None: the one that ships with angelspec.
 
@@ -58,7 +61,9 @@ def find_drafter(
         HubError: it can't be fetched.
     """
     path = Path(text).expanduser()
-    if path.exists():
+    if path.exists() and (bare_paths or text.startswith((".", "/", "~"))):
+        if output is not None:
+            raise CheckpointError(f"{path} is on this machine: nothing is fetched", mend="copy it yourself")
         return FoundDrafter(path, path.resolve().name)
     registry = registry or load_registry()
     if names_a_hub(text):
@@ -72,7 +77,7 @@ def find_drafter(
     if entry.folder is not None:
         folder = resource_folder("checkpoints") / entry.folder
         if folder.is_dir():
-            return FoundDrafter(folder, entry.name, entry)
+            return FoundDrafter(folder if output is None else _copied(folder, output), entry.name, entry)
         if not entry.places:
             raise CheckpointError(f"'{entry.name}' should lie in {folder}", mend="reinstall angelspec")
     return _fetch(
@@ -100,6 +105,12 @@ def on_this_machine(text: str, *, registry: Registry | None = None) -> Path | No
     if shipped is not None and shipped.is_dir():
         return shipped
     return next((folder for folder in map(cached, entry.places) if folder is not None), None)
+
+
+def _copied(folder: Path, output: Path) -> Path:
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise CheckpointError(f"{output} exists", mend="choose another folder, or remove it")
+    return Path(shutil.copytree(folder, output, dirs_exist_ok=True))
 
 
 def _pinned(repository: Repository, entry: RegisteredDrafter | None, say: Say) -> Repository:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from angelspec.core.errors import CheckpointError
-from angelspec.core.files import read_json
+from angelspec.core.files import LFS_START, read_json
 from angelspec.core.fingerprint import file_sha256
 from angelspec.core.manifest import MANIFEST_FILE
+from angelspec.core.trained_template import TEMPLATE_FILE
 from angelspec.hub.redaction import holds_a_token
 
 CARD_FILE = "README.md"
@@ -27,13 +28,12 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl")
-_LFS_MARK = b"version https://git-lfs"
 ALLOWED = (
     CARD_FILE, LICENSE_FILE, CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE, INDEX_FILE, "report.json", "report.md",
-    LOAD_TEST_FILE, "training/metrics.jsonl",
+    LOAD_TEST_FILE, TEMPLATE_FILE, "training/metrics.jsonl",
 )  # fmt: skip
 """Paths that go, besides shards of the weights and the report's plots (*.png beside it)."""
-_TEXTS = (".md", ".json", ".jsonl", ".txt")
+_TEXTS = (".md", ".json", ".jsonl", ".txt", ".jinja")
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _missing(folder: Path) -> list[str]:
             problems.append(f"{path.relative_to(folder)} is empty")
         elif path.is_file() and path.suffix == ".safetensors":
             with path.open("rb") as stream:
-                if stream.read(len(_LFS_MARK)) == _LFS_MARK:
+                if stream.read(len(LFS_START)) == LFS_START:
                     problems.append(f"{path.name} is a Git LFS pointer, not the weights")
     return problems
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from angelspec.core.errors import CheckpointError
 from angelspec.core.files import read_json
 from angelspec.core.geometry import Rope
 from angelspec.core.manifest import DrafterManifest
@@ -19,16 +20,35 @@ _STATED_BY_BLOCKS = ("block_size", "sample_from_anchor", "mask_token_id", "targe
                      "target_num_hidden_layers")  # fmt: skip
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's ``config.json``.
+
+    Raises:
+        CheckpointError: there is none, or it is no JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        config = read_json(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing", mend="export the drafter again") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON: {error}", mend="export the drafter again") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds no object", mend="export the drafter again")
+    return config
+
+
 def contradictions(folder: Path, manifest: DrafterManifest) -> list[str]:
     """What is not stated or contradicts itself, one sentence each (empty: nothing).
 
     Args:
         folder: of the checkpoint, with ``config.json``.
         manifest: that lies in it.
+
+    Raises:
+        CheckpointError: ``config.json`` can't be read.
     """
-    config = read_json(folder / "config.json")
-    if not isinstance(config, dict):
-        return ["config.json holds no object"]
+    config = read_config(folder)
     needed = _ALWAYS_STATED + (_STATED_BY_BLOCKS if manifest.drafter.family == "block" else ())
     found = [f"config.json does not state {key}" for key in needed if config.get(key) is None]
     found += _rope(config, manifest)

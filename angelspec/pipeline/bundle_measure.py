@@ -56,10 +56,11 @@ def measure_bundle(
         TargetError: the target can't be loaded.
     """
     conversations = [item for members in read_questions(items, limit=limit).values() for item in members]
+    template = shared_chat_template(resolved.drafters)
     section = TargetSection(
         source=f"folder:{resolved.target.folder}",
         mode_family=resolved.bundle.target.mode_family,
-        chat_template=shared_chat_template(resolved.drafters),
+        chat_template=None if template is None else str(template),
         dtype="float32",
     )
     target = load_target(section, dtype=torch.float32, device=best_device())

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from angelspec.core.engine import SGLANG_VERSION
 from angelspec.core.errors import DataError
-from angelspec.core.files import read_json
 from angelspec.core.known_targets import KNOWN_TARGETS, KnownTarget
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.modes import mode_family
@@ -16,6 +15,7 @@ from angelspec.core.repositories import Repository
 from angelspec.core.routing import named_by
 from angelspec.evaluation.report import REPORT_FILE, Report
 from angelspec.hub.card import CardFacts, Measurement, Served, ServedLine, ServeLine, SpeedLine
+from angelspec.hub.stated_facts import read_config
 from angelspec.serving.answers import ServedDrafter
 from angelspec.serving.bench_result import RESULT_FILE, BenchResult, Cell
 from angelspec.serving.instructions import serve_instructions
@@ -66,6 +66,7 @@ def card_facts(
 
     Raises:
         DataError: the report or the load test can't be read, or the load test is not of this drafter.
+        CheckpointError: ``config.json`` can't be read.
     """
     known = known_target(manifest)
     # made from a release, but not the same weights: other engines can't fetch it
@@ -84,7 +85,7 @@ def card_facts(
         places=tuple(places),
         license=license,
         weight_bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
-        dtype=str(read_json(folder / "config.json").get("dtype", "unknown")),
+        dtype=str(read_config(folder).get("dtype", "unknown")),
         base_model=base,
         target_license=target_license(manifest),
         library=next((engine.lower() for engine in engines if " " not in engine), "angelspec"),

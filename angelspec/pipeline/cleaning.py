@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from angelspec.core.errors import AngelspecError
-from angelspec.core.files import read_json
+from angelspec.core.files import file_states, read_json
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.locations import cache_folder
 from angelspec.core.registry import load_registry
@@ -122,11 +122,9 @@ def remove(item: Item) -> bool:
 
 
 def _item(path: Path, what: str, *, named_by: tuple[str, ...] = (), locks: tuple[Path, ...] = ()) -> Item:
-    size, newest = 0, path.lstat().st_mtime
-    for file in path.rglob("*"):
-        if not file.is_symlink() and file.is_file():
-            status = file.stat()
-            size, newest = size + status.st_size, max(newest, status.st_mtime)
+    states = list(file_states(path))
+    size = sum(state.st_size for state in states)
+    newest = max(path.lstat().st_mtime, *(state.st_mtime for state in states), 0.0)
     return Item(path, what, size, max(0.0, (time.time() - newest) / _DAY), named_by, locks)
 
 
@@ -201,7 +199,7 @@ def _completed() -> Iterator[Item]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_dir():
             item = _item(path, "completed drafter")
-            young = path.name.startswith(".") and item.age_days < _UNFINISHED_FOR  # it is written without a lock
+            young = path.name.startswith(".") and item.age_days < _UNFINISHED_FOR  # it may be written now
             yield replace(item, named_by=("whoever writes it: it changed within the hour",)) if young else item
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import psutil
 
 from angelspec import __version__
+from angelspec.core.files import file_states
 from angelspec.core.installing import install_hint
 from angelspec.core.locations import cache_folder
 from angelspec.core.recipe_files import list_recipes, load_recipe
@@ -89,12 +89,9 @@ def _caches() -> list[dict[str, Any]]:
         "stages of recipe runs": Path("runs") / "store",
     }
     return [
-        {"what": what, "path": str(path), "bytes": _size(path) if path.is_dir() else 0} for what, path in places.items()
+        {"what": what, "path": str(path), "bytes": sum(state.st_size for state in file_states(path))}
+        for what, path in places.items()
     ]
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def print_examination(examination: dict[str, Any]) -> None:
@@ -130,5 +127,3 @@ def print_examination(examination: dict[str, Any]) -> None:
     for name, missing in examination["recipes"].items():
         if missing:
             console.print(f"[bold]{name}[/bold] needs " + "; ".join(missing), highlight=False)
-    if any(found is None for found in examination["packages"].values()):
-        sys.exit(1)

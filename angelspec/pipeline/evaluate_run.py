@@ -14,6 +14,7 @@ from angelspec.core.errors import CheckpointError, DataError, RecipeError
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe import Recipe
 from angelspec.core.recipe_resolution import resolve, validate
+from angelspec.core.trained_template import trained_template
 from angelspec.data.prompt_items import prompt_source
 from angelspec.data.reading import read_sources
 from angelspec.data.sources import absent_files
@@ -91,8 +92,8 @@ def evaluate_checkpoints(
         )
     shortlists_of = _first_sequential(names, manifests) if shortlists else None
     recipe = _recipe(
-        manifests[0], prompts=prompts, temperatures=temperatures, limit=limit, max_new_tokens=max_new_tokens,
-        batch_size=batch_size, target_source=target_source, shortlist=shortlist,
+        checkpoints[0], manifests[0], prompts=prompts, temperatures=temperatures, limit=limit,
+        max_new_tokens=max_new_tokens, batch_size=batch_size, target_source=target_source, shortlist=shortlist,
     )  # fmt: skip
     policy = _cut_policy(cut)
     progress = Progress(quiet=quiet)
@@ -191,6 +192,7 @@ def _get(item: object, path: str) -> object:
 
 
 def _recipe(
+    checkpoint: Path,
     manifest: DrafterManifest,
     *,
     prompts: Sequence[str],
@@ -219,6 +221,8 @@ def _recipe(
         )
     if prompts:
         document["data"]["evaluation"] = [prompt_source(item).model_dump(mode="json") for item in prompts]
+    template = trained_template(checkpoint, manifest)
+    document["target"]["chat_template"] = None if template is None else str(template)
     if target_source is not None:
         document["target"]["source"] = target_source if ":" in target_source else f"folder:{target_source}"
     return resolve(validate(document, where="the command's options on the drafter's recipe"))

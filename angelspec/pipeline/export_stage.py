@@ -15,6 +15,7 @@ from angelspec.core.files import write_text_atomic
 from angelspec.core.fingerprint import file_sha256, fingerprint
 from angelspec.core.manifest import DrafterManifest, MeasuredAcceptance, TargetIdentity, TrainedStage, TrainingRecord
 from angelspec.core.recipe import Recipe
+from angelspec.core.trained_template import TEMPLATE_FILE
 from angelspec.evaluation.report import REPORT_FILE, Report
 from angelspec.evaluation.results import SuiteResult
 from angelspec.pipeline.estimates import amounts
@@ -127,6 +128,8 @@ def _run_export(work: Work) -> StageOutput:
         embedding_VD=embedding,
         geometry=recipe.target.geometry,
     )
+    if recipe.target.chat_template is not None:
+        shutil.copyfile(Path(recipe.target.chat_template).expanduser(), folder / TEMPLATE_FILE)
     hashes = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
     for path in sorted(report_folder.glob("*")):
         if path.is_file() and path.suffix in (".json", ".md", ".png") and path.name != "stage.json":

@@ -14,6 +14,7 @@ from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe import PromptSource
 from angelspec.core.registry import RegisteredDrafter
+from angelspec.core.trained_template import trained_template
 from angelspec.core.workloads import WORKLOADS
 from angelspec.data.answers import Prompt
 from angelspec.data.chat import chat_format, prompt_rows
@@ -69,7 +70,8 @@ def drafting_problems(folder: Path, manifest: DrafterManifest, *, say: Say = lam
         loaded = load_drafter(folder, geometry=manifest.target.geometry)
     except CheckpointError as error:
         return [str(error)]
-    section = manifest.recipe.target
+    template = trained_template(folder, manifest)
+    section = manifest.recipe.target.model_copy(update={"chat_template": None if template is None else str(template)})
     if not is_at_hand(section.source):
         say(f"not drafted with: the target {section.source} is not on this machine")
         return []

@@ -29,7 +29,6 @@ from angelspec.serving.bench_result import (
     Choice,
     PromptSet,
     Window,
-    cells_of,
 )
 from angelspec.serving.client import AsyncClient
 from angelspec.serving.connection import without_login
@@ -138,6 +137,7 @@ def run_bench(
     hardware: str,
     command: str,
     say: Callable[[str], None],
+    keep: Callable[[BenchResult], None] = lambda result: None,
     timeout: float = 600.0,
 ) -> BenchResult:
     """Measure.
@@ -152,16 +152,18 @@ def run_bench(
         hardware: this machine, in words.
         command: that asked for this.
         say: told of every window.
+        keep: given what was measured so far, after every window: nothing of it is lost if a later one fails.
         timeout: seconds without a byte after which a request is lost.
 
     Raises:
-        ServingError: a server is out of reach, serves another target, or lacks the extension (the control: has it).
+        ServingError: a server is out of reach (also later on), serves another target, or lacks the extension (the
+            control: has it).
         RequestRefused: a route that the server does not know.
     """
     return asyncio.run(
         _run(
             url, traffics, settings=settings, choices=choices, control_url=control_url, api_key=api_key,
-            hardware=hardware, command=command, say=say, timeout=timeout,
+            hardware=hardware, command=command, say=say, keep=keep, timeout=timeout,
         )
     )  # fmt: skip
 
@@ -177,6 +179,7 @@ async def _run(
     hardware: str,
     command: str,
     say: Callable[[str], None],
+    keep: Callable[[BenchResult], None],
     timeout: float,
 ) -> BenchResult:
     connect = {"api_key": api_key, "timeout": timeout}
@@ -189,8 +192,24 @@ async def _run(
         for choice in choices:
             await _try(client, choice, arguments)
         rounds = [*choices, *([Choice(name=CONTROL, route=None)] if other is not None else [])]
-        total = settings.repeats * len(traffics) * len(settings.concurrency) * len(rounds)
-        windows: list[Window] = []
+        result = BenchResult(
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            url=without_login(url),
+            control_url=None if control_url is None else without_login(control_url),
+            engine_version=info.version,
+            control_version=other.version if other is not None else None,
+            engine=None if info.engine is None else info.engine.without_places(),
+            engine_arguments=_speed_arguments(info),
+            control_arguments=_speed_arguments(other) if other is not None else None,
+            hardware=hardware,
+            command=command,
+            settings=settings,
+            baseline=PLAIN,
+            choices=tuple(rounds),
+            prompt_sets=tuple(traffic.facts for traffic in traffics),
+            windows=(),
+            cells=(),
+        )
         for repeat in range(settings.repeats):
             for traffic in traffics:
                 for concurrency in settings.concurrency:
@@ -200,26 +219,12 @@ async def _run(
                             server, traffic, choice, settings=settings, concurrency=concurrency, repeat=repeat,
                             place=place, arguments=arguments,
                         )  # fmt: skip
-                        windows.append(window)
-                        say(f"[{len(windows)}/{total}] {_shown(window)}")
-    return BenchResult(
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        url=without_login(url),
-        control_url=None if control_url is None else without_login(control_url),
-        engine_version=info.version,
-        control_version=other.version if other is not None else None,
-        engine=None if info.engine is None else info.engine.without_places(),
-        engine_arguments=_speed_arguments(info),
-        control_arguments=_speed_arguments(other) if other is not None else None,
-        hardware=hardware,
-        command=command,
-        settings=settings,
-        baseline=PLAIN,
-        choices=tuple(rounds),
-        prompt_sets=tuple(traffic.facts for traffic in traffics),
-        windows=tuple(windows),
-        cells=tuple(cells_of(windows, baseline=PLAIN)),
-    )
+                        if not window.requests:
+                            await server.server_info()  # a server that is gone ends the measurement
+                        result = result.with_window(window)
+                        keep(result)
+                        say(f"[{len(result.windows)}/{result.planned_windows}] {_shown(window)}")
+    return result
 
 
 async def _window(

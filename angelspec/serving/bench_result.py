@@ -193,13 +193,27 @@ class BenchResult(BaseModel):
         return next((c for c in self.cells if (c.traffic, c.concurrency, c.choice) == key), None)
 
     @property
+    def planned_windows(self) -> int:
+        """Windows of the whole measurement."""
+        rounds = self.settings.repeats * len(self.prompt_sets) * len(self.settings.concurrency)
+        return rounds * len(self.choices)
+
+    def with_window(self, window: Window) -> Self:
+        """The result with one more window, its cells computed anew."""
+        windows = (*self.windows, window)
+        cells = tuple(cells_of(windows, baseline=self.baseline))
+        return self.model_copy(update={"windows": windows, "cells": cells})
+
+    @property
     def faults(self) -> list[str]:
-        """What is wrong with the windows, one sentence each."""
+        """What is wrong with the measurement, one sentence each."""
         return self.faults_of([choice.name for choice in self.choices])
 
     def faults_of(self, choices: Collection[str]) -> list[str]:
-        """What is wrong with the windows of some choices, one sentence each."""
+        """What is wrong with the measurement of some choices, one sentence each."""
         said = []
+        if len(self.windows) < self.planned_windows:
+            said.append(f"broken off after {len(self.windows)} of {self.planned_windows} windows")
         for window in (window for window in self.windows if window.choice in choices):
             where = f"{window.traffic}, concurrency {window.concurrency}, {window.choice}, repeat {window.repeat + 1}"
             if window.too_short:

@@ -20,12 +20,13 @@ _LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
 def is_address(url: str) -> bool:
-    """Whether a server can have this address: http:// or https://, and a host and port that there can be."""
+    """Whether a server can have this address: http:// or https://, a host and port that there can be, no query."""
     try:
         httpx.URL(url)
         parts = urlsplit(url)
         (parts.hostname or "").encode("idna")
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        bare = not parts.query and not parts.fragment  # paths are put behind it
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and bare
     except (ValueError, httpx.InvalidURL):
         return False
 
@@ -35,10 +36,26 @@ def without_login(text: str) -> str:
     return _LOGIN.sub("", text)
 
 
+def _authorization(api_key: str | None) -> dict[str, str]:
+    key = (api_key or "").strip()  # a file's line end is no part of it
+    if not key:
+        return {}
+    if not (key.isascii() and key.isprintable()):
+        raise ServingError(
+            "the API key holds characters that no key can have",
+            mend=f"copy it again into --api-key or {SERVER_KEY_VARIABLE}: it must be printable ASCII",
+        )
+    return {"Authorization": f"Bearer {key}"}
+
+
 def http_settings(
     url: str, *, api_key: str | None, timeout: float, connections: int | None = None, verify: bool = True
 ) -> dict[str, Any]:
-    """Arguments of an httpx client of the server; ``ServingError`` where the url is no address."""
+    """Arguments of an httpx client of the server.
+
+    Raises:
+        ServingError: the url is no address, or the key can't be sent.
+    """
     if not is_address(url):
         raise ServingError(f"{without_login(url)} is no address of a server", mend="write it as http://HOST:PORT")
     host = urlsplit(url).hostname or ""
@@ -48,7 +65,7 @@ def http_settings(
         local = host == "localhost"
     return {
         "base_url": url.rstrip("/"),
-        "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
+        "headers": _authorization(api_key),
         "verify": verify,
         "timeout": httpx.Timeout(timeout, connect=CONNECT_SECONDS),
         "limits": httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
@@ -66,8 +83,12 @@ def check(response: httpx.Response, body: bytes) -> None:
         return
     words = error_words(body)
     if response.status_code < 500:
-        keyless = response.status_code in (401, 403)
-        mend = f"give the server's API key: --api-key KEY, or {SERVER_KEY_VARIABLE}" if keyless else None
+        mend = None
+        if response.status_code in (401, 403):
+            mend = f"give the server's API key: --api-key KEY, or {SERVER_KEY_VARIABLE}"
+        elif response.status_code == 404:
+            words = f"{_shown(response)}: {words}"
+            mend = "give the server's address alone, without /v1: http://HOST:PORT"
         raise RequestRefused(words, status=response.status_code, mend=mend)
     raise ServerUnreachable(
         f"{_shown(response)}: the server fails ({response.status_code}): {words}", mend="see the server's log"

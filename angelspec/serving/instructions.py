@@ -36,13 +36,17 @@ def serve_instructions(
     named = f"hf:{target}" if is_repository_name(target) and not Path(target).exists() else target
     ours = ServeInstruction(
         "SGLang with angelspec",
-        f"angelspec serve --target {shlex.quote(named)} --drafter {shlex.quote(str(checkpoint))}",
+        _command("angelspec", "serve", "--target", named, "--drafter", checkpoint),
         f"requests with chat_template_kwargs={arguments} use the drafter, others are decoded plainly; --drafter may "
         "repeat; angelspec is installed from its repository",
     )
     if isinstance(config, MtpDrafterConfig):
         return [ours, *_mtp_instructions(config, checkpoint=checkpoint, target=target, family=family, request=request)]
     return [ours, *_block_instructions(config, checkpoint=checkpoint, target=target, request=request)]
+
+
+def _command(*words: object) -> str:
+    return shlex.join(map(str, words))
 
 
 def _block_instructions(
@@ -54,8 +58,17 @@ def _block_instructions(
         return [
             ServeInstruction(
                 "SGLang",
-                f"angelspec checkpoint convert {checkpoint} {served} --to {config.algorithm} && sglang serve "
-                f"--model-path {target} --speculative-algorithm {name} --speculative-draft-model-path {served}",
+                f"{_command('angelspec', 'checkpoint', 'convert', checkpoint, served, '--to', config.algorithm)} && "
+                + _command(
+                    "sglang",
+                    "serve",
+                    "--model-path",
+                    target,
+                    "--speculative-algorithm",
+                    name,
+                    "--speculative-draft-model-path",
+                    served,
+                ),
                 request,
             )
         ]
@@ -65,7 +78,7 @@ def _block_instructions(
     return [
         ServeInstruction(
             "vLLM with the DFly pull request 50246",
-            f"vllm serve {target} --speculative-config '{settings}'",
+            _command("vllm", "serve", target, "--speculative-config", settings),
             f"no other released engine serves '{config.algorithm}' yet; {request}",
         )
     ]
@@ -75,14 +88,33 @@ def _mtp_instructions(
     config: MtpDrafterConfig, *, checkpoint: Path | str, target: str, family: str, request: str
 ) -> list[ServeInstruction]:
     served, depths = f"{checkpoint}-{family}", config.num_depths
-    convert = f"angelspec checkpoint convert {checkpoint} {served} --to {family} --target {target}"
+    folder = target
+    convert = ""
+    if is_repository_name(target) and not Path(target).exists():  # what is converted beside must lie in a folder
+        folder = target.rpartition("/")[2]
+        convert = f"{_command('hf', 'download', target, '--local-dir', folder)} && "
+    convert += _command("angelspec", "checkpoint", "convert", checkpoint, served, "--to", family, "--target", folder)
     if family == "hy3":
         return [
             ServeInstruction(
                 "SGLang",
-                f"{convert} && sglang serve --model-path {target} --speculative-algorithm NEXTN "
-                f"--speculative-draft-model-path {served} --speculative-num-steps {depths} --speculative-eagle-topk 1 "
-                f"--speculative-num-draft-tokens {depths + 1}",
+                f"{convert} && "
+                + _command(
+                    "sglang",
+                    "serve",
+                    "--model-path",
+                    folder,
+                    "--speculative-algorithm",
+                    "NEXTN",
+                    "--speculative-draft-model-path",
+                    served,
+                    "--speculative-num-steps",
+                    depths,
+                    "--speculative-eagle-topk",
+                    1,
+                    "--speculative-num-draft-tokens",
+                    depths + 1,
+                ),
                 request,
             )
         ]
@@ -91,7 +123,7 @@ def _mtp_instructions(
         return [
             ServeInstruction(
                 "vLLM with AngelSpec's Qwen3 MTP plug-in",
-                f"{convert} && vllm serve {served} --speculative-config '{settings}'",
+                f"{convert} && {_command('vllm', 'serve', served, '--speculative-config', settings)}",
                 f"no other released engine serves MTP beside Qwen3 yet; {request}",
             )
         ]

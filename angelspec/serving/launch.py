@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -71,8 +71,7 @@ def _bound_port(host: str, port: int, *, mend: str) -> int:
 def write_bundle(plan: ServePlan) -> Path:
     """The resolved bundle in the cache, named by its content."""
     bundle = plan.resolved.bundle
-    name = fingerprint(bundle.model_dump(mode="json"))
-    return bundle.save(cache_folder() / "bundles" / f"{bundle.name or 'bundle'}-{name}.yaml")
+    return bundle.save(cache_folder() / "bundles" / f"{fingerprint(bundle.model_dump(mode='json'))}.yaml")
 
 
 def serve(
@@ -127,9 +126,9 @@ def serve(
                 time.sleep(_POLL)
             raise _ended(server, "the server ended by itself")
         except Stopped as stopped:
-            say(
-                f"{signal.Signals(stopped.number).name}: stopping the server (up to {grace:.0f} s for running requests)"
-            )
+            name = signal.Signals(stopped.number).name
+            with suppress(OSError):
+                say(f"{name}: stopping the server (up to {grace:.0f} s for running requests)")
         finally:
             with _hurried(server, say=say):
                 server.stop(grace=grace)
@@ -218,8 +217,9 @@ def _hurried(server: ServerProcess, *, say: Say) -> Iterator[None]:
     """While the server is being stopped, a further signal ends it at once instead of interrupting its end."""
 
     def hurry(number: int, frame: FrameType | None) -> None:
-        say("stopping at once")
         server.kill()
+        with suppress(OSError):  # a closed terminal
+            say("stopping at once")
 
     with _handling(hurry):
         yield

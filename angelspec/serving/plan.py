@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from angelspec.core.byte_sizes import byte_size
 from angelspec.core.engine import ALGORITHM, BUNDLE_VARIABLE, CPU_PLATFORM, PLATFORM_VARIABLE, WAITING_STATES
@@ -156,7 +157,7 @@ def make_plan(
         given, device=hardware.device, capability=hardware.capability, max_total_tokens=pool_tokens
     )
     if (template := shared_chat_template(resolved.drafters)) is not None and not is_given(given, "--chat-template"):
-        defaults["--chat-template"] = template
+        defaults["--chat-template"] = str(template)
     if not is_given(given, "--served-model-name"):
         defaults["--served-model-name"] = resolved.target.name
     flags = (*given, *(Flag(name, () if value is None else (value,)) for name, value in defaults.items()))
@@ -201,19 +202,20 @@ def _is_dense(architecture: str) -> bool:
     return architecture in ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3")
 
 
-def shared_chat_template(drafters: Sequence[ResolvedDrafter]) -> str | None:
+def shared_chat_template(drafters: Sequence[ResolvedDrafter]) -> Path | None:
     """The chat template that all trained drafters were trained with; None: their target's own, or nobody knows.
 
     Raises:
         BundleError: they were trained with different ones.
     """
-    templates = {drafter.chat_template for drafter in drafters if drafter.manifest is not None}
-    if len(templates) > 1:
+    files = [drafter.chat_template for drafter in drafters if drafter.manifest is not None]
+    texts = {None if file is None else file.read_bytes() for file in files}
+    if len(texts) > 1:
         raise BundleError(
-            f"the drafters were trained with different chat templates: {', '.join(sorted(map(str, templates)))}",
+            f"the drafters were trained with different chat templates: {', '.join(sorted(set(map(str, files))))}",
             mend="serve them apart",
         )
-    return next(iter(templates), None)
+    return next(iter(files), None)
 
 
 def _notes(resolved: ResolvedBundle, flags: Sequence[Flag], defaults: Mapping[str, str | None]) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from angelspec.core.bundle import Bundle
 from angelspec.core.byte_sizes import byte_size
@@ -20,7 +21,8 @@ def print_plan(plan: ServePlan, *, console: Console) -> None:
     drafters = _table("drafter", "algorithm", "mode", "depth", "weights", "pool per token", "from")
     for drafter in resolved.drafters:
         entry, memory = drafter.entry, plan.memory
-        drafters.add_row(
+        _add(
+            drafters,
             entry.name,
             entry.algorithm or entry.family,
             entry.mode,
@@ -34,7 +36,7 @@ def print_plan(plan: ServePlan, *, console: Console) -> None:
         console.print(drafters)
     print_routes(resolved.bundle, console=console)
     for note in plan.notes:
-        console.print(f"note: {note}", highlight=False)
+        console.print(f"note: {note}", highlight=False, markup=False)
 
 
 def print_bundle(bundle: Bundle, *, console: Console) -> None:
@@ -50,8 +52,8 @@ def print_bundle(bundle: Bundle, *, console: Console) -> None:
     console.print(_facts(facts))
     drafters = _table("drafter", "algorithm", "family", "mode", "depth", "calibrated", "from")
     for entry in bundle.drafters:
-        drafters.add_row(
-            entry.name, entry.algorithm or entry.family, entry.family, entry.mode, str(entry.depth),
+        _add(
+            drafters, entry.name, entry.algorithm or entry.family, entry.family, entry.mode, str(entry.depth),
             "yes" if entry.name in bundle.calibrations else "no", entry.source,
         )  # fmt: skip
     if bundle.drafters:
@@ -62,12 +64,12 @@ def print_bundle(bundle: Bundle, *, console: Console) -> None:
 def print_routes(bundle: Bundle, *, console: Console) -> None:
     """Routes and measured acceptance of a bundle."""
     rules = [f"{rule.workload or 'any workload'}, {rule.mode or 'any mode'}: {rule.route}" for rule in bundle.routes]
-    console.print(f"routes: {'; '.join([*rules, 'everything else by load'])}", highlight=False)
+    console.print(f"routes: {'; '.join([*rules, 'everything else by load'])}", highlight=False, markup=False)
     if bundle.acceptance:
         lengths = _table("measured acceptance", "workload", "accepted length", "p_1 .. p_D", "steps")
         for item in bundle.acceptance:
             shown = " ".join(f"{value:.2f}" for value in item.cumulative)
-            lengths.add_row(item.drafter, item.workload, f"{item.accepted_length:.2f}", shown, str(item.steps))
+            _add(lengths, item.drafter, item.workload, f"{item.accepted_length:.2f}", shown, str(item.steps))
         console.print(lengths)
 
 
@@ -101,8 +103,13 @@ def _facts(rows: Iterable[tuple[str, str]]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        _add(table, *row)
     return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    """A row of plain texts: brackets in paths and flags are no markup."""
+    table.add_row(*map(Text, cells))
 
 
 def _table(*columns: str) -> Table:

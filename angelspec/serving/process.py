@@ -29,6 +29,9 @@ class ServerProcess:
         log_file: gets every line that the server prints.
         show: called with every line, from another thread; None: not shown.
         secrets: texts that are replaced by ``***`` in every line.
+
+    Raises:
+        OSError: the log can't be written, or the command not be run; nothing runs then.
     """
 
     def __init__(
@@ -42,19 +45,24 @@ class ServerProcess:
     ) -> None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         self.log_file = log_file
+        self._log = log_file.open("w", encoding="utf-8")
         self.show = show
         # servers print their arguments as Python writes them, too; a longer secret may hold a shorter one
         self._secrets = sorted({text for secret in secrets for text in (secret, repr(secret)[1:-1])}, key=len)[::-1]
         self._tail: deque[str] = deque(maxlen=_KEPT_LINES)
         # A session of its own: Ctrl-C in the terminal reaches this process alone, which then ends the server in order.
-        self._process = subprocess.Popen(
-            list(command),
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                list(command),
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except BaseException:
+            self._log.close()
+            raise
         self._members: dict[int, psutil.Process] = {}
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -154,7 +162,7 @@ class ServerProcess:
 
     def _read(self) -> None:
         assert self._process.stdout is not None, "the server's output is a pipe"
-        with self.log_file.open("w", encoding="utf-8") as log:
+        with self._log as log:
             for raw in self._process.stdout:
                 line = raw.decode("utf-8", "replace").rstrip("\n")
                 for secret in self._secrets:

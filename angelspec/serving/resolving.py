@@ -6,11 +6,15 @@ Fetching, checkpoints and content hashes belong to other parts of angelspec; ``P
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from angelspec.core.bundle import (
+    AUTO,
+    DRAFTER_NAME,
+    PLAIN,
     Bundle,
     BundleDrafter,
     BundleTarget,
@@ -24,6 +28,7 @@ from angelspec.core.files import read_json
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.modes import Mode, mode_family_of
+from angelspec.core.trained_template import trained_template
 from angelspec.serving.answers import EngineState
 
 
@@ -63,12 +68,16 @@ class Examined:
 
 @dataclass(frozen=True)
 class Parts:
-    """What is passed in."""
+    """What is passed in.
 
-    find_target: Callable[[str], FoundTarget]
-    find_drafter: Callable[[str], FoundDrafter]
+    Both finders take ``bare_paths``: whether the name of a folder counts without ``./`` before it. On a command line it
+    does; what a bundle says must not depend on where one stands.
+    """
+
+    find_target: Callable[..., FoundTarget]
+    find_drafter: Callable[..., FoundDrafter]
     examine: Callable[[FoundDrafter, TargetGeometry], Examined]
-    digest: Callable[[Path, str | None], str]
+    digest: Callable[[Path, Path | None], str]
     """Content hash of a model's folder, and of the chat template's file that replaces its own."""
 
 
@@ -102,9 +111,9 @@ class ResolvedDrafter:
         return self.manifest is None or self.manifest.training.steps > 0
 
     @property
-    def chat_template(self) -> str | None:
+    def chat_template(self) -> Path | None:
         """The chat template's file that it was trained with, in place of the target's own."""
-        return self.manifest.recipe.target.chat_template if self.manifest is not None else None
+        return None if self.manifest is None else trained_template(Path(self.entry.source), self.manifest)
 
 
 @dataclass(frozen=True)
@@ -139,15 +148,16 @@ def compose_bundle(
         With acceptance from the drafters' manifests; sources that are no paths stay as the user wrote them.
 
     Raises:
-        BundleError: a drafter does not fit, or says nothing of its mode.
+        BundleError: a drafter does not fit, says nothing of its mode, or is called what no drafter can be called.
     """
+    labels = [_named(text) for text in drafters]
+    _check_labels([label for label, _ in labels if label is not None])
     found_target = parts.find_target(target)
     resolved = _read_target(found_target, parts, name=_known_name(target))
     entries: list[BundleDrafter] = []
     measured: list[WorkloadAcceptance] = []
     families = {found_target.mode_family} - {None}
-    for text in drafters:
-        label, source = _named(text)
+    for label, source in labels:
         found = parts.find_drafter(source)
         examined = _examined(source, found, resolved, found_target, parts)
         said = _source(source, relative_to)
@@ -180,7 +190,7 @@ def resolve_bundle(bundle: Bundle, *, parts: Parts) -> ResolvedBundle:
         BundleError: everything that does not fit, one line each.
         AngelspecError: a source that can't be found.
     """
-    found_target = parts.find_target(bundle.target.source)
+    found_target = parts.find_target(bundle.target.source, bare_paths=False)
     target = _read_target(found_target, parts, name=_known_name(bundle.target.source))
     problems: list[str] = []
     if bundle.target.digest not in (None, target.digest):
@@ -190,7 +200,7 @@ def resolve_bundle(bundle: Bundle, *, parts: Parts) -> ResolvedBundle:
         )
     resolved: list[ResolvedDrafter] = []
     for entry in bundle.drafters:
-        found = parts.find_drafter(entry.source)
+        found = parts.find_drafter(entry.source, bare_paths=False)
         try:
             examined = _examined(entry.name, found, target, found_target, parts)
             digest = parts.digest(found.folder, None)
@@ -246,9 +256,10 @@ def _examined(
     problems = list(examined.problems)
     manifest = examined.manifest
     if manifest is not None:
-        template = manifest.recipe.target.chat_template
-        digest = target.digest if template is None else parts.digest(target.folder, template)
-        if manifest.target.digest != digest:
+        template = trained_template(found.folder, manifest)
+        if template is not None and not template.is_file():
+            problems.append(f"the chat template that it was trained with, {template}, is missing")
+        elif manifest.target.digest != (digest := parts.digest(target.folder, template)):
             problems.append(
                 f"it was trained for the target {manifest.target.name} ({manifest.target.digest[:16]}), not for "
                 f"{target.folder} ({digest[:16]})"
@@ -329,6 +340,17 @@ def _apart(drafters: Sequence[ResolvedDrafter]) -> list[str]:
         for key in ("num_kv_heads", "head_dim")
         if getattr(drafters[0].config, key) != getattr(other.config, key)
     ]
+
+
+def _check_labels(labels: Sequence[str]) -> None:
+    for label in labels:
+        if re.fullmatch(DRAFTER_NAME, label) is None or label in (PLAIN, AUTO):
+            raise BundleError(
+                f"--drafter {label}=...: a drafter can't be called '{label}'",
+                mend=f"use small letters, digits, '.', '_' and '-', and not {PLAIN} or {AUTO}",
+            )
+        if labels.count(label) > 1:
+            raise BundleError(f"--drafter: two are called '{label}'", mend="give each a name of its own")
 
 
 def _named(text: str) -> tuple[str | None, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,16 +18,20 @@ from fake_sglang import Behaviour, FakeSGLang, small_bundle
 from hub_builders import exported_drafter, manifest_of
 from serving_builders import install_fake_sglang
 
+from angelspec.cli import serving_parts
 from angelspec.cli.main import cli
 from angelspec.cli.serving_parts import target_source
-from angelspec.core.bundle import load_bundle
+from angelspec.core.bundle import Bundle, load_bundle
 from angelspec.core.calibration import Calibration
 from angelspec.core.known_targets import KNOWN_TARGETS
+from angelspec.core.locations import resource_folder
 from angelspec.core.manifest import TargetIdentity
 from angelspec.core.model_content import content_digest
 from angelspec.core.recipe_files import load_recipe
 from angelspec.drafters.checkpoint import save_drafter
 from angelspec.drafters.mtp import MtpDrafter
+from angelspec.serving import bench
+from angelspec.serving.bench_result import BenchResult
 from angelspec.serving.launch import free_port
 from angelspec.targets.sources import materialise
 
@@ -174,6 +179,9 @@ def test_a_bundle_is_written_shown_checked_and_served(world):
     assert "code, any mode: dfly" in shown.output
     assert json.loads(run("bundle", "show", file, "--json").output)["routes"][0]["route"] == "dfly"
     assert run("bundle", "check", file).exit_code == 0
+    again = run("bundle", "create", *_parts(world), "--output", file)
+    assert again.exit_code == 2 and "--overwrite" in again.output
+    assert load_bundle(file).name == "tiny"
     planned = run("serve", "--bundle", file, "--dry-run")
     assert planned.exit_code == 0, planned.output
     assert "code, any mode: dfly" in planned.output
@@ -251,6 +259,9 @@ def test_a_load_test_writes_result_report_and_pictures(prompt_files, tmp_path):
     for picture in ("throughput.png", "speedup.png"):
         assert (output / picture).read_bytes().startswith(b"\x89PNG")
     assert "[18/18]" in result.output
+    again = run("bench", "serve", "--url", "http://127.0.0.1:9", "--prompts", prompt_files[0], "--output", output)
+    assert again.exit_code == 2
+    assert "serve-bench.json exists" in again.output and "--overwrite" in again.output
 
 
 def test_failed_requests_are_shown_and_end_with_a_code_of_their_own(prompt_files, tmp_path):
@@ -266,8 +277,31 @@ def test_failed_requests_are_shown_and_end_with_a_code_of_their_own(prompt_files
     assert "‡" in report
 
 
-def test_a_server_out_of_reach_is_said(prompt_files):
-    result = run("bench", "serve", "--url", f"http://127.0.0.1:{free_port('127.0.0.1')}", "--prompts", prompt_files[0])
+def test_a_load_test_that_is_stopped_keeps_what_it_measured(prompt_files, tmp_path, monkeypatch):
+    window = bench._window
+    calls = []
+
+    async def stopped(*arguments, **named):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return await window(*arguments, **named)
+
+    monkeypatch.setattr(bench, "_window", stopped)
+    with FakeSGLang(behaviour=Behaviour(step_seconds=0.001)) as server:
+        result = run(
+            "bench", "serve", "--url", server.url, "--prompts", prompt_files[0], "--concurrency", 1, "--requests", 2,
+            "--repeats", 2, "--max-tokens", 8, "--minimum-seconds", 0.001, "--output", tmp_path / "bench",
+        )  # fmt: skip
+    assert result.exit_code == 130, result.output
+    saved = BenchResult.load(tmp_path / "bench" / "serve-bench.json")
+    assert len(saved.windows) == 2
+    assert "broken off after 2 of 4 windows" in (tmp_path / "bench" / "serve-bench.md").read_text()
+
+
+def test_a_server_out_of_reach_is_said(prompt_files, tmp_path):
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    result = run("bench", "serve", "--url", url, "--prompts", prompt_files[0], "--output", tmp_path / "bench")
     assert result.exit_code == 11
     assert "is the server running" in result.output
 
@@ -309,7 +343,7 @@ def test_a_server_with_a_key_is_asked_with_it(tmp_path, prompt_files, monkeypatc
         assert run(*asked).exit_code == 0
 
 
-@pytest.mark.parametrize("url", ["http://x:abc", "http://[::1", "127.0.0.1:30000"])
+@pytest.mark.parametrize("url", ["http://x:abc", "http://[::1", "127.0.0.1:30000", "http://h/?api_key=S"])
 def test_what_is_no_address_is_named(tmp_path, url):
     result = run("bundle", "learn", small_bundle().save(tmp_path / "bundle.yaml"), "--url", url)
     assert result.exit_code == 2
@@ -346,3 +380,63 @@ def test_a_target_is_named_as_other_launchers_name_it(text, source, tmp_path, mo
     (tmp_path / "models" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert target_source(text) == source
+
+
+def test_the_address_of_the_api_is_told_from_the_servers(tmp_path):
+    file = small_bundle().save(tmp_path / "bundle.yaml")
+    with FakeSGLang() as server:
+        result = run("bundle", "learn", file, "--url", f"{server.url}/v1")
+    assert result.exit_code == 2
+    assert f"{server.url}/v1/server_info: Not Found" in result.output and "without /v1" in result.output
+
+
+@pytest.mark.parametrize(("key", "sent"), [("s3cret\r\n", True), ("s3cr\u00e9t", False)])
+def test_a_key_that_cannot_be_sent_is_not_shown(tmp_path, key, sent):
+    file = small_bundle().save(tmp_path / "bundle.yaml")
+    with FakeSGLang(behaviour=Behaviour(api_key="s3cret")) as server:
+        result = run("bundle", "learn", file, "--url", server.url, "--api-key", key)
+    assert (result.exit_code == 0) == sent, result.output
+    assert "s3cr" not in result.output
+    assert sent or "the API key holds characters that no key can have" in result.output
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [(("DFly=", "mtp="), "can't be called 'DFly'"), (("a=", "a="), "two are called 'a'"), (("auto=", "b="), "'auto'")],
+)
+def test_a_drafter_has_a_name_that_routes_can_say(world, named, words):
+    first, second = (f"{name}{world / place}" for name, place in zip(named, ("dfly", "mtp"), strict=True))
+    result = run("serve", "--target", "tiny-llama", "--drafter", first, "--drafter", second, "--dry-run")
+    assert result.exit_code == 2 and words in result.output, result.output
+
+
+def test_a_drafter_named_by_its_file_is_known_by_its_content(world):
+    found = [serving_parts.find_drafter(str(world / name / "model.safetensors")) for name in ("mtp", "dfly")]
+    digests = {serving_parts.model_digest(one.folder, None) for one in found}
+    assert len(digests) == 2
+
+
+def test_what_a_bundle_says_does_not_depend_on_where_one_stands(world, monkeypatch):
+    (world / "smollm2-dfly-nothink").mkdir()
+    monkeypatch.chdir(world)
+    assert serving_parts.find_drafter("smollm2-dfly-nothink").folder.resolve() == world / "smollm2-dfly-nothink"
+    listed = serving_parts.find_drafter("smollm2-dfly-nothink", bare_paths=False)
+    assert listed.folder == resource_folder("checkpoints") / "smollm2-dfly-nothink"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_may_not_be_read_is_named(world):
+    (world / "dfly").chmod(0)
+    result = run("checkpoint", "check", world / "dfly")
+    (world / "dfly").chmod(0o755)
+    assert result.exit_code == 2 and "Permission denied" in result.output
+
+
+def test_a_full_disk_is_no_traceback(world, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
+
+    monkeypatch.setattr(Bundle, "save", full)
+    result = run("bundle", "create", *_parts(world), "--output", world / "b.yaml")
+    assert result.exit_code == 2
+    assert result.output.splitlines()[-1] == "error: somewhere: No space left on device"

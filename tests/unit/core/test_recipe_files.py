@@ -274,3 +274,16 @@ def test_a_base_is_looked_for_beside_its_recipe(tmp_path, monkeypatch):
     (elsewhere / "base.yaml").write_text("base: tiny-dfly-llama\nname: base\ndescription: the wrong one\n")
     monkeypatch.chdir(elsewhere)
     assert load_recipe("../mine.yaml").description == "the right one"
+
+
+def test_a_temperature_named_twice_counts_once():
+    assert load_recipe(NAME, overrides=["evaluation.temperatures=[0, 1, 0]"]).evaluation.temperatures == (0.0, 1.0)
+
+
+def test_a_login_in_an_address_is_refused_before_it_is_published():
+    message = refusal("rollout.endpoint_url=http://jane:s3cret@host/v1")
+    assert "endpoint_key_variable" in message
+
+
+def test_a_section_that_is_none_is_named():
+    assert "drafter" in refusal("drafter=5")

@@ -9,6 +9,7 @@ from angelspec.core.locations import resource_folder
 from angelspec.core.registry import parse_registry
 from angelspec.hub import resolve
 from angelspec.hub.failures import HubUnavailable, NotOnHub
+from angelspec.hub.pull import names_a_commit
 from angelspec.hub.resolve import find_drafter
 
 FILES = {"config.json": b"{}", "model.safetensors": b"right"}
@@ -133,3 +134,22 @@ def test_what_is_no_drafters_name(text, message):
 
 def test_the_shipped_registry_is_used_by_default():
     assert (resource_folder("checkpoints") / "registry.yaml").is_file()
+
+
+def test_a_drafter_that_ships_is_copied_where_it_is_asked_for(tmp_path):
+    output = tmp_path / "mine"
+    found = find_drafter("smollm2-dfly-nothink", output=output)
+    assert found.folder == output
+    shipped = resource_folder("checkpoints") / "smollm2-dfly-nothink"
+    assert (output / "model.safetensors").read_bytes() == (shipped / "model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match="mine exists"):
+        find_drafter("smollm2-dfly-nothink", output=output)
+    with pytest.raises(CheckpointError, match="nothing is fetched"):
+        find_drafter(str(output), output=tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("revision", "commit"), [("abc1234", True), ("20250801", False), ("1" * 40, True), ("main", False), (None, False)]
+)
+def test_a_date_is_no_commit(revision, commit):
+    assert names_a_commit(revision) == commit

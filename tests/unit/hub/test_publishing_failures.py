@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,8 +14,11 @@ import pytest
 from hub_servers import SERVERS, SIGNATURE, LoopbackHub
 
 from angelspec.core.repositories import Repository
+from angelspec.hub import hugging_face
+from angelspec.hub.failures import judge
 from angelspec.hub.patience import ATTEMPTS
 from angelspec.hub.publish import Destination, exit_code, publish
+from angelspec.hub.transport import connect
 
 NAME = "alice/tiny"
 CREATE = r"POST /api/(repos/create|v1/models)$"
@@ -48,6 +52,14 @@ def no_token(hub, monkeypatch):
 
 def wrong_token(hub, monkeypatch):
     monkeypatch.setenv({"hf": "HF_TOKEN", "modelscope": "MODELSCOPE_API_TOKEN"}[hub.kind], "wrong" * 8)
+
+
+def torn_token(hub, monkeypatch):
+    monkeypatch.setenv({"hf": "HF_TOKEN", "modelscope": "MODELSCOPE_API_TOKEN"}[hub.kind], "wrong\u2026wrong")
+
+
+def no_scheme(hub, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "hub.example")
 
 
 def may_not_create(hub, monkeypatch):
@@ -135,7 +147,11 @@ TABLE = [
     Row("a wrong hash on read-back", lie("model.safetensors", sha256="0" * 64), 7,
         "not what was sent: model.safetensors has another hash", commits=1),
     Row("a wrong size on read-back", lie("config.json", size=1), 7, "config.json has another size", commits=1),
-    Row("nobody listens", closed, 5, "the connection failed.*trying to log in"),
+    Row("nobody listens", closed, 5, r"the connection failed \(.*refused.*\) while trying to log in"),
+    Row("a token that was copied with its ellipsis", torn_token, 3, "holds characters that no token can have",
+        most_requests={"": 0}),
+    Row("an endpoint without a scheme", no_scheme, 5, "HF_ENDPOINT=hub.example is no address", only="hf",
+        most_requests={"": 0}),
 ]  # fmt: skip
 
 
@@ -189,3 +205,18 @@ def test_a_mistake_of_ours_is_not_called_a_failure_of_the_hub(hub, publication, 
     monkeypatch.setattr(module, "_differences", wrong)
     with pytest.raises(KeyError, match="ours"):
         publish(publication, [Destination(Repository(hub.kind, NAME))], message="publish")
+
+
+def test_a_hub_that_never_answers_is_not_waited_for_for_ever(waits, monkeypatch):
+    listener = socket.create_server(("127.0.0.1", 0))  # accepts, and says nothing
+    try:
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        monkeypatch.setattr(hugging_face, "WAITS", {"connect": 0.2, "read": 0.2, "write": 0.2})
+        hub = connect("hf")
+        for ask in (hub.account, lambda: hub.snapshot("a/b", None), lambda: hub.files("a/b", "main")):
+            with pytest.raises(Exception, match="(?i)time") as caught:
+                ask()
+            assert judge(caught.value, doing="ask", place="hf:a/b").retryable
+    finally:
+        listener.close()

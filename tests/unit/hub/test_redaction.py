@@ -34,6 +34,8 @@ def test_redact(text, safe):
 
 def test_finds_tokens(monkeypatch):
     assert holds_a_token(f"x {HF}") and holds_a_token(f"x {MS}") and holds_a_token("sk-" + "a" * 24)
+    assert holds_a_token("url: http://jane:s3cret@10.0.0.5/v1")
+    assert not holds_a_token("http://10.0.0.5:30000/v1, at 12:30 by a:b@c, git@github.com:a/b")
     assert not holds_a_token("hf_short, ms-dos, the hf_transfer package, sk-learn, sha256 " + "a" * 64)
     monkeypatch.setenv("HF_TOKEN", "odd")
     assert holds_a_token("an odd text")

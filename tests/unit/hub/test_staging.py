@@ -210,3 +210,17 @@ def test_git_names_a_file_as_we_do(drafter):
         ["git", "hash-object", "--no-filters", str(path)], capture_output=True, text=True, check=True
     )
     assert git_blob_sha1(path) == named.stdout.strip()
+
+
+def test_a_servers_address_is_warned_of_and_its_password_refused(tree):
+    path = tree / "angelspec_manifest.json"
+    content = json.loads(path.read_text())
+    content["recipe"]["rollout"]["endpoint_url"] = "http://10.0.0.5:30000/v1"
+    path.write_text(json.dumps(content))
+    with staged(tree) as publication:
+        assert any("http://10.0.0.5:30000/v1" in warning for warning in publication.warnings)
+    content["recipe"]["rollout"]["endpoint_url"] = "http://jane:s3cret@10.0.0.5:30000/v1"
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError) as caught, staged(tree):
+        pass
+    assert "s3cret" not in str(caught.value)

@@ -6,10 +6,12 @@ import json
 import shutil
 
 import pytest
+from click.testing import CliRunner
 from hub_builders import exported_drafter, plain_card
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from angelspec.cli.main import cli
 from angelspec.core.errors import CheckpointError
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe_files import load_recipe
@@ -120,3 +122,12 @@ def test_a_manifest_of_another_target(tree):
     geometry = manifest.target.geometry.model_copy(update={"vocab_size": 999})
     manifest = manifest.model_copy(update={"target": manifest.target.model_copy(update={"geometry": geometry})})
     assert "the manifest: vocab_size is 320 but the target has 999" in found(tree, manifest=manifest)
+
+
+@pytest.mark.parametrize(("content", "words"), [("{", "is no JSON"), ("[]", "holds no object"), (None, "is missing")])
+def test_a_broken_configuration_is_named_by_every_command(tree, content, words):
+    path = tree / "config.json"
+    path.unlink() if content is None else path.write_text(content)
+    assert f"config.json {words}" in refusal(tree)
+    result = CliRunner().invoke(cli, ["checkpoint", "card", str(tree)])
+    assert result.exit_code == 2 and f"config.json {words}" in result.output

@@ -66,7 +66,8 @@ def test_a_workload_without_a_full_step_is_named(resolved, prompts):
     assert "--max-new-tokens" in caught.value.mend and "math" not in caught.value.message
 
 
-def test_two_chat_templates_are_refused(resolved, prompts):
+def test_two_chat_templates_are_refused(resolved, prompts, tmp_path):
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
     for index in (0, 1):  # also where the first has none
         with pytest.raises(BundleError, match="different chat templates"):
-            measured(with_template(resolved, index, "mine.jinja"), prompts)
+            measured(with_template(resolved, index, str(tmp_path / "mine.jinja")), prompts)

@@ -53,12 +53,13 @@ def test_our_own_command_is_one_that_the_command_line_takes(tmp_path):
 def test_hy3s_layer_is_served_by_nextn():
     moe = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=16)
     (instruction,) = _instructions(_mtp(mlp="moe", moe=moe, num_depths=4), "hy3")
-    convert, serve = (shlex.split(command) for command in instruction.command.split(" && "))
+    fetch, convert, serve = (shlex.split(command) for command in instruction.command.split(" && "))
+    assert fetch == ["hf", "download", "the/target", "--local-dir", "target"]
     assert convert[:5] == ["angelspec", "checkpoint", "convert", "runs/x/drafter", "runs/x/drafter-hy3"]
-    assert convert[5:] == ["--to", "hy3", "--target", "the/target"]
+    assert convert[5:] == ["--to", "hy3", "--target", "target"]
     options = dict(zip(serve[2::2], serve[3::2], strict=True))
     assert options == {
-        "--model-path": "the/target", "--speculative-algorithm": "NEXTN",
+        "--model-path": "target", "--speculative-algorithm": "NEXTN",
         "--speculative-draft-model-path": "runs/x/drafter-hy3", "--speculative-num-steps": "4",
         "--speculative-eagle-topk": "1", "--speculative-num-draft-tokens": "5",
     }  # fmt: skip
@@ -67,8 +68,8 @@ def test_hy3s_layer_is_served_by_nextn():
 
 def test_qwen3_is_served_beside_a_copy_of_the_target():
     (instruction,) = _instructions(_mtp(), "qwen3")
-    convert, serve = instruction.command.split(" && ")
-    assert shlex.split(convert)[-4:] == ["--to", "qwen3", "--target", "the/target"]
+    _, convert, serve = instruction.command.split(" && ")
+    assert shlex.split(convert)[-4:] == ["--to", "qwen3", "--target", "target"]
     settings = json.loads(re.search(r"'(.*)'", serve)[1])
     assert settings == {"method": "mtp", "model": "runs/x/drafter-qwen3", "num_speculative_tokens": 3}
     assert '"enable_thinking": false' in instruction.note
@@ -85,3 +86,16 @@ def test_block_drafters(parts, engine):
     (instruction,) = _instructions(_block(**parts), "qwen3")
     assert instruction.engine == engine
     assert "the/target" in instruction.command
+
+
+def test_every_command_survives_a_space(tmp_path):
+    target = tmp_path / "a target"
+    target.mkdir()
+    for config, family in ((_mtp(), "qwen3"), (_block(), "qwen3"), (_block(context="fusion"), "qwen3")):
+        for instruction in serve_instructions(
+            config, checkpoint="my drafter", target=str(target), mode="no-think", family=family
+        ):
+            for command in instruction.command.split(" && "):
+                words = shlex.split(command)
+                assert any("my drafter" in word for word in words)
+                assert not {"my", "drafter", "a"} & set(words)

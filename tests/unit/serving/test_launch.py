@@ -300,3 +300,26 @@ def test_nothing_is_expected_of_an_untrained_drafter(tmp_path):
     )
     assert probed[0].accepted_length == 1.0
     assert not probed[0].trained
+
+
+def test_a_log_that_cannot_be_written_is_said_before_anything_starts(tmp_path):
+    (tmp_path / "log").mkdir()
+    with pytest.raises(IsADirectoryError):
+        ServerProcess(
+            [sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')"], environment={}, log_file=tmp_path / "log"
+        )
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_second_signal_ends_the_server_even_on_a_closed_terminal(tmp_path):
+    server = ServerProcess(
+        [sys.executable, "-c", "import time; time.sleep(60)"], environment={}, log_file=tmp_path / "log"
+    )
+
+    def closed(text):
+        raise OSError("the terminal is closed")
+
+    with launch._hurried(server, say=closed):
+        signal.raise_signal(signal.SIGHUP)
+    assert server.ended_within(10)
+    server.stop(grace=0)

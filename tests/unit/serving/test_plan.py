@@ -20,7 +20,14 @@ from angelspec.serving.engine_package import check_engine
 from angelspec.serving.failures import ServingError
 from angelspec.serving.flags import check_flags, flag_value, parse_flags
 from angelspec.serving.plan_table import print_bundle, print_plan
-from angelspec.serving.resolving import FoundTarget, compose_bundle, resolve_bundle, with_acceptance, with_routes
+from angelspec.serving.resolving import (
+    Examined,
+    FoundTarget,
+    compose_bundle,
+    resolve_bundle,
+    with_acceptance,
+    with_routes,
+)
 
 # --------------------------------------------------------------------------------------------------- flags
 
@@ -278,7 +285,7 @@ def test_a_drafter_whose_mode_is_unknown_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("architecture", "family"), [("qwen3", "qwen3"), ("hy_v3", "hy3"), ("llama", "plain")])
 def test_a_target_in_a_folder_switches_thinking_as_its_architecture_does(tmp_path, architecture, family):
-    parts = replace(fake_parts(tmp_path), find_target=lambda text: FoundTarget(Path(text)))
+    parts = replace(fake_parts(tmp_path), find_target=lambda text, bare_paths=True: FoundTarget(Path(text)))
     target = target_folder(tmp_path / "target", model_type=architecture)
     bundle = compose_bundle(str(target), [str(tmp_path / "mtp")], parts=parts)
     assert bundle.target.mode_family == family
@@ -399,3 +406,27 @@ def test_a_missing_engine_says_how_to_install_it(monkeypatch):
     with pytest.raises(MissingRequirement) as missing:
         check_engine()
     assert "pip install -e '.[serve,demo]'" in str(missing.value)
+
+
+def test_brackets_in_paths_and_flags_are_no_markup(tmp_path):
+    output = io.StringIO()
+    resolved = resolved_bundle(tmp_path / "drafters[old]")
+    plan = plan_of(resolved, arguments=["--json-model-override-args", '{"a": [true]}'])
+    print_plan(plan, console=Console(file=output, width=400))
+    assert str(tmp_path / "drafters[old]" / "mtp") in output.getvalue()
+    assert "[true]" in output.getvalue()
+
+
+def test_the_template_that_a_drafter_was_trained_with_travels_with_it(tmp_path):
+    recipe = _recipe()
+    target = recipe.target.model_copy(update={"chat_template": "/trainers/own.jinja"})
+    manifest = manifest_of(recipe.model_copy(update={"target": target}))
+    examined = Examined((), config=manifest.drafter, manifest=manifest)
+    parts = replace(fake_parts(tmp_path, digest="ab12" * 16), examine=lambda found, geometry: examined)
+    named = (str(target_folder(tmp_path / "target")), [str(tmp_path / "dfly")])
+    with pytest.raises(BundleError, match="trained with, /trainers/own.jinja, is missing"):
+        compose_bundle(*named, parts=parts)
+    (tmp_path / "dfly" / "chat_template.jinja").write_text("{{ messages }}")
+    resolved = resolve_bundle(compose_bundle(*named, parts=parts), parts=parts)
+    assert resolved.drafters[0].chat_template == tmp_path / "dfly" / "chat_template.jinja"
+    assert str(tmp_path / "dfly" / "chat_template.jinja") in plan_of(resolved).command

@@ -10,7 +10,7 @@ from angelspec.core.acceptance import AcceptanceCounts
 from angelspec.core.errors import DataError, RequestError
 from angelspec.serving.bench import Traffic, choices_of, drawn, mixed_traffic, order_of, run_bench
 from angelspec.serving.bench_result import CONTROL, BenchResult, BenchSettings, cells_of
-from angelspec.serving.failures import RequestRefused, ServingError
+from angelspec.serving.failures import RequestRefused, ServerUnreachable, ServingError
 from angelspec.serving.load import LoadPrompt
 
 
@@ -27,7 +27,7 @@ def _settings(**changes):
     return BenchSettings(**{**values, **changes})
 
 
-def _bench(server, *, traffics=None, control=None, choices=None, said=None, **changes):
+def _bench(server, *, traffics=None, control=None, choices=None, said=None, keep=lambda result: None, **changes):
     return run_bench(
         server.url,
         traffics or [_traffic("code", 5, "code")],
@@ -37,6 +37,7 @@ def _bench(server, *, traffics=None, control=None, choices=None, said=None, **ch
         hardware="a machine",
         command="angelspec bench serve",
         say=(said if said is not None else []).append,
+        keep=keep,
     )
 
 
@@ -205,10 +206,12 @@ def test_a_server_that_goes_away_does_not_lose_what_was_measured():
                     server.http.server_close()
                     server.behaviour.dies = None
 
-        result = _bench(server, concurrency=(1,), repeats=2, said=Said())
-    assert len(result.windows) == 4
-    assert result.windows[0].tokens > 0
-    assert not result.windows[-1].cache_emptied or result.windows[-1].failures
+        kept = []
+        with pytest.raises(ServerUnreachable):
+            _bench(server, concurrency=(1,), repeats=2, said=Said(), keep=kept.append)
+    assert [len(result.windows) for result in kept] == [1, 2]  # the third found nobody, and no fourth was tried
+    assert kept[-1].cell(traffic="code", concurrency=1, choice="dfly").tokens_per_second > 0
+    assert "broken off after 2 of 4 windows" in kept[-1].faults
 
 
 def test_routes_and_servers_are_checked_before_anything_is_measured():
