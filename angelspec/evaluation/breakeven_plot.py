@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from angelspec.evaluation.breakeven import PLAIN, BreakEven
-from angelspec.evaluation.drawing import MARKERS, drafter_colours, drawing
+from angelspec.evaluation.drawing import MARKERS, drafter_colours, drawing, legend_below
 from angelspec.evaluation.report import Report
 
 
@@ -49,12 +49,12 @@ def plot_breakeven(report: Report, path: Path, *, temperature: float) -> Path:
             axes.set_title(workload or "all workloads", fontsize=10.5, fontweight="normal")
             axes.set_xticks(places, [str(batch_size) for batch_size in figures.batch_sizes])
             axes.set_xlabel("batch size")
-            axes.set_ylim(bottom=0)
+        all_axes[0].set_ylim(bottom=0)  # shared; before all panels are drawn it would fix the top too
         all_axes[0].set_ylabel("accepted length\n(tokens per verify step)")
         figure.suptitle(
             f"Break-even with {figures.mtp or 'MTP'}, finished answers, temperature {temperature:g}",
             x=0.01, ha="left", fontsize=12, fontweight="bold",
         )  # fmt: skip
         if handles:
-            figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)))
+            legend_below(figure, handles, most=4)
     return path

@@ -5,9 +5,10 @@ Colours are Okabe and Ito's, told apart by the colour-blind; lines also differ b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -70,6 +71,15 @@ def legend_above(axes: Axes, *, columns: int = 6) -> None:
             handles, labels, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=min(columns, len(labels)),
             borderaxespad=0.2, columnspacing=1.4, handlelength=1.2, handletextpad=0.5,
         )  # fmt: skip
+
+
+def legend_below(figure: Figure, handles: Mapping[str, Any], *, most: int) -> None:
+    """A legend below all panels, in as many columns as its labels leave room for, at most ``most``."""
+    longest = max(map(len, handles))
+    room = int(figure.get_figwidth() / (0.7 + 0.085 * longest))  # inches of a handle and of a letter
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=max(1, min(most, len(handles), room))
+    )
 
 
 def drafter_colours(report: Report) -> dict[str, str]:

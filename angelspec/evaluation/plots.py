@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from angelspec.evaluation.breakeven_plot import plot_breakeven
-from angelspec.evaluation.drawing import COLOURS, MARKERS, drafter_colours, drawing, legend_above
+from angelspec.evaluation.drawing import COLOURS, MARKERS, drafter_colours, drawing, legend_above, legend_below
 from angelspec.evaluation.report import Report
 from angelspec.evaluation.speed_tables import component_milliseconds
 
@@ -127,7 +127,7 @@ def plot_positions(report: Report, path: Path, *, temperature: float) -> Path:
             x=0.01, ha="left", fontsize=12, fontweight="bold",
         )  # fmt: skip
         if handles:
-            figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(5, len(handles)))
+            legend_below(figure, handles, most=5)
     return path
 
 

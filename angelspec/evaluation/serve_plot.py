@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from angelspec.evaluation.drawing import COLOURS, MARKERS, NEUTRAL, drawing
+from angelspec.evaluation.drawing import COLOURS, MARKERS, NEUTRAL, drawing, legend_below
 from angelspec.serving.bench_result import CONTROL, BenchResult, Cell
 
 _HIGHEST = 8.0
@@ -54,7 +54,7 @@ def plot_frontier(result: BenchResult, path: Path) -> Path:
             fontweight="bold",
         )  # fmt: skip
         if handles:
-            figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(5, len(handles)))
+            legend_below(figure, handles, most=5)
     return path
 
 
@@ -99,7 +99,7 @@ def plot_speedup(result: BenchResult, path: Path) -> Path:
             "Speedup over plain decoding, 95 % intervals", x=0.01, ha="left", fontsize=12, fontweight="bold"
         )
         if handles:
-            figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(5, len(handles)))
+            legend_below(figure, handles, most=5)
     return path
 
 

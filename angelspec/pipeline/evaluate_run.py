@@ -161,16 +161,17 @@ def _first_sequential(names: Sequence[str], manifests: Sequence[DrafterManifest]
 
 
 def _names(checkpoints: Sequence[Path]) -> list[str]:
-    names = [path.resolve().name for path in checkpoints]
-    if len(set(names)) < len(names) or "drafter" in names:
-        names = [
-            f"{path.resolve().parent.name}" if path.resolve().name == "drafter" else str(path) for path in checkpoints
-        ]
+    names = [_name(path.resolve()) for path in checkpoints]
     if len(set(names)) < len(names):
         names = [str(path) for path in checkpoints]
     if len(set(names)) < len(names):
         raise CheckpointError("a checkpoint is given twice")
     return names
+
+
+def _name(folder: Path) -> str:
+    """What a table calls a drafter: its folder's name, or that of the run whose drafter it is."""
+    return folder.parent.name if folder.name == "drafter" else folder.name
 
 
 def _manifest(path: Path) -> DrafterManifest:

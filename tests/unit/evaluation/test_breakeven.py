@@ -130,6 +130,7 @@ def test_the_picture_opens_and_shows_what_is_needed_and_reached(tmp_path):
     assert [list(call.args[2]) for call in drawn["plot"]] == [pytest.approx([3.2, 6.0])]
     assert [call.args[1] for call in drawn["axhline"]] == pytest.approx([2.0, 23 / 6])
     assert drawn["plot"][0].kwargs["color"] == drawn["axhline"][1].kwargs["color"]
+    assert drawn["plot"][0].args[0].get_ylim()[1] >= 6.0  # nothing lies outside the panel
 
 
 def test_it_is_among_the_reports_pictures(tmp_path):
