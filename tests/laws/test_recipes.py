@@ -60,7 +60,9 @@ def test_mtp_starts_with_lk_on_the_top_10000_and_ends_end_to_end():
             continue
         recipe = load_recipe(name)
         cold, last = (stage.objective for stage in recipe.training.stages)
-        assert (cold.lk, cold.lk_form, cold.top_k, cold.renormalise) == (1.0, "alpha", 10_000, True)
+        # fresh weights of the embedded target learn faster by the hybrid form (recipes/LOG.md)
+        form = "hybrid" if name.startswith("smollm2") else "alpha"
+        assert (cold.lk, cold.lk_form, cold.top_k, cold.renormalise) == (1.0, form, 10_000, True)
         assert (last.end_to_end_tv, last.lk, last.ce) == (1.0, 0.0, 0.0)
         assert recipe.training.on_policy
         assert {source.workload or source.name for source in recipe.data.train} >= {"chat"}
