@@ -41,6 +41,11 @@ def write_sorted_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def is_free(folder: Path) -> bool:
+    """Whether a folder can be written here without losing anything: nothing is there, or an empty folder."""
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+
+
 def file_states(folder: Path) -> Iterator[os.stat_result]:
     """Of every regular file below a folder, links not followed; what vanishes meanwhile is left out."""
     for place, _, names in os.walk(folder):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from angelspec.core.drafter_config import BlockDrafterConfig, MtpDrafterConfig
 from angelspec.core.errors import CheckpointError, TargetError, suggest
-from angelspec.core.files import read_json, write_json_atomic
+from angelspec.core.files import is_free, read_json, write_json_atomic
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.manifest import DrafterManifest
 from angelspec.drafters.config_dialects import dialects_of, holds_a_target, is_foreign, read_config, write_config
@@ -224,7 +224,7 @@ def save_drafter(
     old = folder.with_name(f".{folder.name}.old.tmp")
     if old.exists() and not folder.exists():
         old.rename(folder)  # a save was killed between its renames
-    if folder.exists() and not _is_export(folder):
+    if not is_free(folder) and not _is_export(folder):
         raise CheckpointError(f"{folder} exists and is no drafter export", mend="choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
@@ -251,11 +251,9 @@ def save_drafter(
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether nothing is lost if a folder is replaced by an export: it is empty, or holds a drafter and no target."""
-    if not folder.is_dir():
-        return False
+    """Whether a folder holds a drafter, and no target."""
     if not (folder / CONFIG_FILE).is_file():
-        return not any(folder.iterdir())
+        return False
     findings = Findings()
     config = _read_config_file(folder / CONFIG_FILE, findings)
     return config is not None and not holds_a_target(config) and not is_foreign(config)
@@ -301,7 +299,7 @@ def convert_checkpoint(
         CheckpointError: it can't be loaded, the dialect can't express it, or something lies where it would be written.
     """
     folder = Path(folder)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if not is_free(folder):
         raise CheckpointError(
             f"{folder} exists: it is not replaced", mend="choose another folder, or remove it yourself"
         )

@@ -256,8 +256,12 @@ def usable_endpoint(text: str, *, variable: str) -> str:
     Raises:
         HubUnavailable: it is no address.
     """
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:  # half a pair of brackets
+        usable = False
+    if not usable:
         raise HubUnavailable(f"{variable}={redact(text)} is no address", mend="write it as https://HOST")
     return text.rstrip("/")
 

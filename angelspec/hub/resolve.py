@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from angelspec.core.errors import CheckpointError, HubError
+from angelspec.core.files import is_free
 from angelspec.core.locations import resource_folder
 from angelspec.core.registry import RegisteredDrafter, Registry, load_registry
 from angelspec.core.repositories import Repository, names_a_hub
@@ -108,7 +109,7 @@ def on_this_machine(text: str, *, registry: Registry | None = None) -> Path | No
 
 
 def _copied(folder: Path, output: Path) -> Path:
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+    if not is_free(output):
         raise CheckpointError(f"{output} exists", mend="choose another folder, or remove it")
     return Path(shutil.copytree(folder, output, dirs_exist_ok=True))
 

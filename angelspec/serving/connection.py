@@ -88,7 +88,7 @@ def check(response: httpx.Response, body: bytes) -> None:
             mend = f"give the server's API key: --api-key KEY, or {SERVER_KEY_VARIABLE}"
         elif response.status_code == 404:
             words = f"{_shown(response)}: {words}"
-            mend = "give the server's address alone, without /v1: http://HOST:PORT"
+            mend = "give the address of an SGLang server alone, without /v1: http://HOST:PORT"
         raise RequestRefused(words, status=response.status_code, mend=mend)
     raise ServerUnreachable(
         f"{_shown(response)}: the server fails ({response.status_code}): {words}", mend="see the server's log"

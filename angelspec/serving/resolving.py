@@ -151,7 +151,8 @@ def compose_bundle(
         BundleError: a drafter does not fit, says nothing of its mode, or is called what no drafter can be called.
     """
     labels = [_named(text) for text in drafters]
-    _check_labels([label for label, _ in labels if label is not None])
+    given = [label for label, _ in labels if label is not None]
+    _check_labels(given)
     found_target = parts.find_target(target)
     resolved = _read_target(found_target, parts, name=_known_name(target))
     entries: list[BundleDrafter] = []
@@ -161,7 +162,8 @@ def compose_bundle(
         found = parts.find_drafter(source)
         examined = _examined(source, found, resolved, found_target, parts)
         said = _source(source, relative_to)
-        entry, acceptance = _entry(source, found, examined, label=label or "", said=said, taken=entries, mode=mode)
+        taken = [*given, *(entry.name for entry in entries)]
+        entry, acceptance = _entry(source, found, examined, label=label or "", said=said, taken=taken, mode=mode)
         entries.append(entry.model_copy(update={"digest": parts.digest(found.folder, None)}))
         measured += acceptance
         if examined.manifest is not None:
@@ -282,7 +284,7 @@ def _entry(
     *,
     label: str,
     said: str,
-    taken: Sequence[BundleDrafter],
+    taken: Sequence[str],
     mode: Mode | None,
 ) -> tuple[BundleDrafter, list[WorkloadAcceptance]]:
     manifest, config = examined.manifest, examined.config
@@ -294,7 +296,7 @@ def _entry(
             mend="state it with --mode no-think or --mode high-think",
         )
     algorithm = manifest.algorithm if manifest is not None else found.algorithm or config.algorithm
-    name = label or _free_name(algorithm.replace("+", "-"), mode, [entry.name for entry in taken])
+    name = label or _free_name(algorithm.replace("+", "-"), mode, taken)
     if manifest is not None:
         return of_checkpoint(manifest, name=name, source=said)
     return BundleDrafter(

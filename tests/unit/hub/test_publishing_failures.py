@@ -15,7 +15,7 @@ from hub_servers import SERVERS, SIGNATURE, LoopbackHub
 
 from angelspec.core.repositories import Repository
 from angelspec.hub import hugging_face
-from angelspec.hub.failures import judge
+from angelspec.hub.failures import HubUnavailable, judge, usable_endpoint
 from angelspec.hub.patience import ATTEMPTS
 from angelspec.hub.publish import Destination, exit_code, publish
 from angelspec.hub.transport import connect
@@ -205,6 +205,12 @@ def test_a_mistake_of_ours_is_not_called_a_failure_of_the_hub(hub, publication, 
     monkeypatch.setattr(module, "_differences", wrong)
     with pytest.raises(KeyError, match="ours"):
         publish(publication, [Destination(Repository(hub.kind, NAME))], message="publish")
+
+
+@pytest.mark.parametrize("text", ["hub.example", "http://[::1", "ftp://h", "http://", ""])
+def test_what_is_no_endpoint_is_named(text):
+    with pytest.raises(HubUnavailable, match="HF_ENDPOINT=.* is no address"):
+        usable_endpoint(text, variable="HF_ENDPOINT")
 
 
 def test_a_hub_that_never_answers_is_not_waited_for_for_ever(waits, monkeypatch):

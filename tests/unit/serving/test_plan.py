@@ -234,6 +234,8 @@ def test_names_follow_the_algorithm_and_stay_apart(tmp_path):
     places = [str(tmp_path / name) for name in ("dfly-a", "dfly-b", "dfly-c")]
     bundle = compose_bundle(str(target), [*places, f"fast={tmp_path / 'mtp'}"], parts=parts)
     assert [drafter.name for drafter in bundle.drafters] == ["dfly", "dfly-no-think", "dfly-2", "fast"]
+    later = compose_bundle(str(target), [places[0], f"dfly={places[1]}"], parts=parts)
+    assert [drafter.name for drafter in later.drafters] == ["dfly-no-think", "dfly"]
     assert bundle.target.digest == "d" * 64
     assert bundle.target.mode_family == "smollm2"
 
