@@ -13,6 +13,7 @@ from angelspec.core.repositories import is_repository_name
 
 _SGLANG_ALGORITHMS = {"dflash": "DFLASH", "dspark": "DSPARK"}
 """Block drafters that SGLang serves by itself, under their names there."""
+_VLLM = "vllm serve {target} --speculative-config {settings}"
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def serve_instructions(
     named = f"hf:{target}" if is_repository_name(target) and not Path(target).exists() else target
     ours = ServeInstruction(
         "SGLang with angelspec",
-        _command("angelspec", "serve", "--target", named, "--drafter", checkpoint),
+        _command("angelspec serve --target {named} --drafter {checkpoint}", named=named, checkpoint=checkpoint),
         f"requests with chat_template_kwargs={arguments} use the drafter, others are decoded plainly; --drafter may "
         "repeat; angelspec is installed from its repository",
     )
@@ -45,40 +46,30 @@ def serve_instructions(
     return [ours, *_block_instructions(config, checkpoint=checkpoint, target=target, request=request)]
 
 
-def _command(*words: object) -> str:
-    return shlex.join(map(str, words))
+def _command(template: str, **values: object) -> str:
+    """A command line from its template, with every value quoted for a shell."""
+    return template.format_map({name: shlex.quote(str(value)) for name, value in values.items()})
 
 
 def _block_instructions(
     config: BlockDrafterConfig, *, checkpoint: Path | str, target: str, request: str
 ) -> list[ServeInstruction]:
     if config.algorithm in _SGLANG_ALGORITHMS:
-        name = _SGLANG_ALGORITHMS[config.algorithm]
-        served = f"{checkpoint}-{config.algorithm}"
-        return [
-            ServeInstruction(
-                "SGLang",
-                f"{_command('angelspec', 'checkpoint', 'convert', checkpoint, served, '--to', config.algorithm)} && "
-                + _command(
-                    "sglang",
-                    "serve",
-                    "--model-path",
-                    target,
-                    "--speculative-algorithm",
-                    name,
-                    "--speculative-draft-model-path",
-                    served,
-                ),
-                request,
-            )
-        ]
-    settings = json.dumps(
-        {"method": "dspark", "model": str(checkpoint), "num_speculative_tokens": config.num_proposals}
-    )
+        command = _command(
+            "angelspec checkpoint convert {checkpoint} {served} --to {format} && "
+            "sglang serve --model-path {target} --speculative-algorithm {name} --speculative-draft-model-path {served}",
+            checkpoint=checkpoint,
+            served=f"{checkpoint}-{config.algorithm}",
+            format=config.algorithm,
+            target=target,
+            name=_SGLANG_ALGORITHMS[config.algorithm],
+        )
+        return [ServeInstruction("SGLang", command, request)]
+    settings = {"method": "dspark", "model": str(checkpoint), "num_speculative_tokens": config.num_proposals}
     return [
         ServeInstruction(
             "vLLM with the DFly pull request 50246",
-            _command("vllm", "serve", target, "--speculative-config", settings),
+            _command(_VLLM, target=target, settings=json.dumps(settings)),
             f"no other released engine serves '{config.algorithm}' yet; {request}",
         )
     ]
@@ -92,38 +83,30 @@ def _mtp_instructions(
     convert = ""
     if is_repository_name(target) and not Path(target).exists():  # what is converted beside must lie in a folder
         folder = target.rpartition("/")[2]
-        convert = f"{_command('hf', 'download', target, '--local-dir', folder)} && "
-    convert += _command("angelspec", "checkpoint", "convert", checkpoint, served, "--to", family, "--target", folder)
+        convert = _command("hf download {target} --local-dir {folder} && ", target=target, folder=folder)
+    convert += _command(
+        "angelspec checkpoint convert {checkpoint} {served} --to {family} --target {folder} && ",
+        checkpoint=checkpoint,
+        served=served,
+        family=family,
+        folder=folder,
+    )
     if family == "hy3":
-        return [
-            ServeInstruction(
-                "SGLang",
-                f"{convert} && "
-                + _command(
-                    "sglang",
-                    "serve",
-                    "--model-path",
-                    folder,
-                    "--speculative-algorithm",
-                    "NEXTN",
-                    "--speculative-draft-model-path",
-                    served,
-                    "--speculative-num-steps",
-                    depths,
-                    "--speculative-eagle-topk",
-                    1,
-                    "--speculative-num-draft-tokens",
-                    depths + 1,
-                ),
-                request,
-            )
-        ]
+        serve = _command(
+            "sglang serve --model-path {folder} --speculative-algorithm NEXTN --speculative-draft-model-path {served} "
+            "--speculative-num-steps {depths} --speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens}",
+            folder=folder,
+            served=served,
+            depths=depths,
+            tokens=depths + 1,
+        )
+        return [ServeInstruction("SGLang", convert + serve, request)]
     if family == "qwen3":
-        settings = json.dumps({"method": "mtp", "model": served, "num_speculative_tokens": depths})
+        settings = {"method": "mtp", "model": served, "num_speculative_tokens": depths}
         return [
             ServeInstruction(
                 "vLLM with AngelSpec's Qwen3 MTP plug-in",
-                f"{convert} && {_command('vllm', 'serve', served, '--speculative-config', settings)}",
+                convert + _command(_VLLM, target=served, settings=json.dumps(settings)),
                 f"no other released engine serves MTP beside Qwen3 yet; {request}",
             )
         ]
