@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -44,6 +45,35 @@ def write_sorted_json(path: Path, value: Any) -> None:
 def is_free(folder: Path) -> bool:
     """Whether a folder can be written here without losing anything: nothing is there, or an empty folder."""
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+
+
+def restore_folder(folder: Path) -> None:
+    """Bring back a folder whose ``replace_folder`` was killed between its two renames."""
+    old = _set_aside(folder)
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+
+
+def replace_folder(fresh: Path, folder: Path) -> None:
+    """Put the folder ``fresh``, of the same parent, in the place of ``folder``, which may be there or not.
+
+    Failing or killed at any moment, the old folder or the new one is left: in its place, or where ``restore_folder``
+    finds it.
+    """
+    old = _set_aside(folder)
+    shutil.rmtree(old, ignore_errors=True)  # of a replacement that was killed behind its renames
+    if folder.exists():
+        folder.rename(old)
+    try:
+        fresh.rename(folder)
+    except BaseException:
+        restore_folder(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _set_aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old.tmp")
 
 
 def file_states(folder: Path) -> Iterator[os.stat_result]:

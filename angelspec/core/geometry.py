@@ -37,7 +37,7 @@ class Rope(BaseModel):
             if len(distinct) != 1:
                 raise ValueError(
                     "rope_parameters differ by attention type "
-                    f"({', '.join(parameters)}); a drafter needs one rope: state drafter.rope_theta"
+                    f"({', '.join(parameters)}); a drafter needs one: state target.geometry, with its rope"
                 )
             parameters = dict(next(iter(parameters.values())))
         scaling = dict(config.get("rope_scaling") or {})
@@ -73,6 +73,10 @@ class Rope(BaseModel):
             partial_rotary_factor=partial_spellings.pop() if partial_spellings else 1.0,
             scaling={**scaling, **parameters},
         )
+
+    def rotated_channels(self, head_dim: int) -> int:
+        """How many of a head's channels are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
 
     def to_config(self) -> dict[str, Any]:
         """Both spellings, so that readers of either find the same frequencies."""

@@ -183,6 +183,9 @@ class DataSection(Section):
     seed: int = 0
 
 
+_LOCAL_REASONS = ("stop", "length", "loop")
+
+
 class RolloutSection(Section):
     """How the frozen target answers the prompts."""
 
@@ -218,6 +221,12 @@ class RolloutSection(Section):
             raise ValueError("samples_per_prompt above 1 repeats the same answer at temperature 0")
         if self.backend == "endpoint" and not self.endpoint_url:
             raise ValueError("backend endpoint needs endpoint_url")
+        if self.backend == "local" and (unknown := [r for r in self.keep_finish_reasons if r not in _LOCAL_REASONS]):
+            raise ValueError(
+                f"keep_finish_reasons: answers of backend local end by {', '.join(_LOCAL_REASONS)}, not '{unknown[0]}'"
+            )
+        if self.endpoint_url and urlsplit(self.endpoint_url).scheme not in ("http", "https"):
+            raise ValueError(f"endpoint_url: '{self.endpoint_url}' begins with neither http:// nor https://")
         if self.endpoint_url and "@" in urlsplit(self.endpoint_url).netloc:
             raise ValueError(
                 "endpoint_url holds a login, which the manifest would publish: leave it out, and name the variable "
@@ -259,7 +268,8 @@ class OptimizerSection(Section):
 class TrainingStage(Section):
     """One objective and how long it is followed."""
 
-    name: str
+    name: str = Field(pattern=r"^[a-z][a-z0-9-]*$")
+    """Small letters, digits and dashes: its folder is called by it."""
     objective: Objective
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the rows; give epochs or steps."""
@@ -420,6 +430,11 @@ class Recipe(Section):
         if self.target.mode_family is not None:
             mode_family(self.target.mode_family)
         return self
+
+    def longest_prompt(self, max_new_tokens: int) -> int:
+        """Tokens of the longest prompt that is asked with answers of so many; the recipe is resolved."""
+        assert self.target.geometry is not None, "the recipe is resolved"
+        return min(self.data.max_prompt_tokens, self.target.geometry.max_position_embeddings - max_new_tokens)
 
     @property
     def verify_width(self) -> int:

@@ -189,7 +189,7 @@ def _set_at(node: Any, keys: Sequence[str], value: Any, override: str) -> Any:
     head, rest = keys[0], keys[1:]
     if isinstance(node, list):
         names = [item.get("name") if isinstance(item, Mapping) else None for item in node]
-        if head.isdigit() and int(head) < len(node):
+        if head.isdecimal() and int(head) < len(node):
             index = int(head)
         elif head in names:
             index = names.index(head)

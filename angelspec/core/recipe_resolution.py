@@ -67,6 +67,8 @@ def resolve(recipe: Recipe) -> Recipe:
         lines = problems(error, config_model, under=("drafter",))
         raise RecipeError(f"recipe '{recipe.name}':\n" + "\n".join(f"  - {line}" for line in lines)) from None
     _check_sources(resolved)
+    _check_room(resolved)
+    _check_rope(config)
     for stage in resolved.training.stages:
         _check_objective(stage, config)
     _check_sequence(resolved.training.sequence_parallel, config)
@@ -85,6 +87,29 @@ def _check_sources(recipe: Recipe) -> None:
                     f"data.{part}.{source.name}.source: '{source.source}' names no kind of source"
                     f"{suggest(kind, SOURCE_KINDS)}; allowed: {', '.join(f'{kind}:…' for kind in SOURCE_KINDS)}"
                 )
+
+
+def _check_room(recipe: Recipe) -> None:
+    """Refuse answers that leave no position for a prompt."""
+    positions = recipe.target.geometry.max_position_embeddings
+    lengths = {"evaluation.max_new_tokens": recipe.evaluation.max_new_tokens}
+    if recipe.data.responses == "rollout":
+        lengths["rollout.max_new_tokens"] = recipe.rollout.max_new_tokens
+    for key, length in lengths.items():
+        if length >= positions:
+            raise RecipeError(
+                f"{key}: {length} tokens leave no room for a prompt in the target's {positions} positions; "
+                f"allowed: below {positions}"
+            )
+
+
+def _check_rope(config: DrafterConfig) -> None:
+    rotated = config.rope.rotated_channels(config.head_dim)
+    if rotated % 2:
+        raise RecipeError(
+            f"drafter.head_dim: {config.head_dim} channels, of which {rotated} are rotated in pairs; allowed: an even "
+            "number of them"
+        )
 
 
 def _check_sequence(size: int, config: DrafterConfig) -> None:

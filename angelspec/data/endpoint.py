@@ -14,13 +14,15 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from angelspec.core.errors import DataError, MissingRequirement
+from angelspec.core.errors import AngelspecError, DataError, MissingRequirement
+from angelspec.core.files import read_json, write_json_atomic
 from angelspec.core.fingerprint import fingerprint
 from angelspec.core.modes import Mode, ModeFamily
 from angelspec.core.recipe import RolloutSection
@@ -32,7 +34,7 @@ from angelspec.data.seeds import row_key
 from angelspec.hub.redaction import redact
 from angelspec.targets.target import Target
 
-_JOURNAL = "answers.jsonl"
+_JOURNAL, _MODEL = "answers.jsonl", "model.json"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0
 _LONGEST_RETRY_AFTER = 600.0
 _RETRIED = frozenset({408, 409, 425, 429})
@@ -116,7 +118,7 @@ async def _ask_all(
         headers=headers, timeout=section.timeout_seconds, limits=limits, follow_redirects=False
     ) as client:
         server = _Server(client, base, retries=section.retries, key=key, key_variable=section.endpoint_key_variable)
-        model = section.endpoint_model or await server.first_model()
+        model = section.endpoint_model or _same_model(folder / _MODEL, await server.first_model(), base=base)
         requests = [
             _request(prompt_id, sample, section, model=model, family=target.mode_family, mode=mode,
                      messages=conversations[prompt_id])
@@ -142,8 +144,9 @@ async def _ask_all(
             async with asyncio.TaskGroup() as group:
                 for index, request in enumerate(requests):
                     group.create_task(one(index, request))
-        except* (MissingRequirement, DataError) as failed:
-            raise failed.exceptions[0] from None
+        except ExceptionGroup as failed:  # several may fail before all have stopped; ours say most
+            ours = [error for error in failed.exceptions if isinstance(error, AngelspecError)]
+            raise (ours or failed.exceptions)[0] from None
         finally:
             journal.close()
     return [answers[index] for index in range(len(requests))]
@@ -172,6 +175,24 @@ def _request(
     if arguments := family.arguments(mode):
         body["chat_template_kwargs"] = arguments
     return Request(prompt_id, sample, body)
+
+
+def _same_model(path: Path, model: str, *, base: str) -> str:
+    """The model of the server, which must be the one that answered before a rollout was broken off.
+
+    Raises:
+        DataError: it is another.
+    """
+    if not path.exists():
+        write_json_atomic(path, {"model": model})
+        return model
+    before = read_json(path)["model"]
+    if before != model:
+        raise DataError(
+            f"{base} serves '{model}', but the answers so far are from '{before}'",
+            mend=f"serve '{before}' again, or set rollout.endpoint_model to have all answers from another",
+        )
+    return model
 
 
 def _key(variable: str) -> str:
@@ -214,7 +235,10 @@ class _Server:
             choice = answer["choices"][0]
             message = choice["message"]
             reasoning = message.get("reasoning_content") or message.get("reasoning")
-            return Reply(message.get("content") or "", reasoning, str(choice["finish_reason"]))
+            content = message.get("content")
+            if not all(isinstance(part, str | None) for part in (content, reasoning)):
+                raise TypeError("an answer is a text")
+            return Reply(content or "", reasoning, str(choice["finish_reason"]))
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{self._base} answers {what} with something that is no chat completion",
@@ -277,7 +301,7 @@ def _retry_after(value: str | None) -> float:
 
 
 class _Journal:
-    """Replies by request hash, one JSON line each; a line cut short by a crash is forgotten."""
+    """Replies by request hash, one JSON line each; a line that a crash cut short or damaged is asked for again."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -285,16 +309,13 @@ class _Journal:
         good = 0
         if path.exists():
             for line in path.read_bytes().splitlines(keepends=True):
-                try:
-                    value = json.loads(line)
-                    key = value.pop("request")
-                    reply = Reply(**value)
-                except (ValueError, KeyError, TypeError):
-                    break
                 if not line.endswith(b"\n"):
                     break
-                self._replies[key] = reply
                 good += len(line)
+                with suppress(ValueError, KeyError, TypeError, AttributeError):
+                    value = json.loads(line)
+                    key = value.pop("request")
+                    self._replies[key] = Reply(**value)
         self._stream = path.open("r+b" if path.exists() else "wb")
         self._stream.truncate(good)
         self._stream.seek(good)

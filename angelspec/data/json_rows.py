@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -84,6 +85,15 @@ def _value(row: ByteRow, *, limit: int) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        if not row.terminated:
+        if not row.terminated and _ends_early(text, error):
             raise RowRefused(Reason.TRUNCATED, f"the file ends in the middle of this row ({error})") from error
-        raise RowRefused(Reason.INVALID_JSON, str(error)) from error
+        lone = "; carriage returns alone end no rows" if "\r" in text.strip() else ""
+        raise RowRefused(Reason.INVALID_JSON, f"{error}{lone}") from error
+
+
+def _ends_early(text: str, error: ValueError) -> bool:
+    """Whether a last row is no JSON because its end is missing, rather than wrong in itself."""
+    if not isinstance(error, json.JSONDecodeError) or error.msg == "Extra data":
+        return False
+    rest = text.rstrip()[error.pos :]
+    return error.msg.startswith("Unterminated string") or not rest or rest.isalpha()

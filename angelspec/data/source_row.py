@@ -50,9 +50,18 @@ def parse_json(text: str) -> Any:
         ValueError: not JSON, or nested too deeply.
     """
     try:
-        return json.loads(text, strict=False, parse_constant=_refuse_constant)
+        return json.loads(text, strict=False, parse_constant=_refuse_constant, object_pairs_hook=_without_doubles)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        double = next(key for key in value if keys.count(key) > 1)
+        raise ValueError(f"the key {double!r} stands twice in one object")
+    return value
 
 
 def _refuse_constant(name: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from angelspec.core.drafter_config import BlockDrafterConfig, MtpDrafterConfig
 from angelspec.core.errors import CheckpointError, TargetError, suggest
-from angelspec.core.files import is_free, read_json, write_json_atomic
+from angelspec.core.files import is_free, read_json, replace_folder, restore_folder, write_json_atomic
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.manifest import DrafterManifest
 from angelspec.drafters.config_dialects import dialects_of, holds_a_target, is_foreign, read_config, write_config
@@ -221,11 +221,8 @@ def save_drafter(
     written = write_config(config, dialect=dialect, dtype=name, target_config=target_config)
     _check_reads_back(config, written, dialect)
     folder = Path(folder)
-    old = folder.with_name(f".{folder.name}.old.tmp")
-    if old.exists() and not folder.exists():
-        old.rename(folder)  # a save was killed between its renames
-    if not is_free(folder) and not _is_export(folder):
-        raise CheckpointError(f"{folder} exists and is no drafter export", mend="choose another folder")
+    restore_folder(folder)
+    require_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
     try:
@@ -237,17 +234,21 @@ def save_drafter(
         if manifest is not None:
             manifest.write(temporary)
         temporary.chmod(0o755)
-        shutil.rmtree(old, ignore_errors=True)  # of a save that was killed behind the renames
-        if folder.exists():
-            folder.rename(old)
-        temporary.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        replace_folder(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
-        if old.exists() and not folder.exists():
-            old.rename(folder)
         raise
     return folder
+
+
+def require_replaceable(folder: Path) -> None:
+    """Stop where a drafter can't be put without losing something else.
+
+    Raises:
+        CheckpointError: the folder holds something, and no drafter export.
+    """
+    if not is_free(folder) and not _is_export(folder):
+        raise CheckpointError(f"{folder} exists and is no drafter export", mend="move it, or choose another folder")
 
 
 def _is_export(folder: Path) -> bool:

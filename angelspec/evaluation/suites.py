@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from angelspec.core.errors import DataError
 from angelspec.core.fingerprint import fingerprint
@@ -16,6 +16,8 @@ class Suite:
 
     name: str
     prompts: tuple[Prompt, ...]
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Prompts of its source that can't be asked, by reason."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -31,7 +33,7 @@ class Suite:
 
     def first(self, count: int | None) -> Suite:
         """The suite's first ``count`` prompts; None: all."""
-        return self if count is None else Suite(self.name, self.prompts[:count])
+        return self if count is None else replace(self, prompts=self.prompts[:count])
 
 
 def check_names(suites: Sequence[Suite]) -> None:

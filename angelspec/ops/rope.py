@@ -51,7 +51,7 @@ def inverse_frequencies(rope: Rope, *, head_dim: int, max_position_embeddings: i
     Raises:
         TargetError: unknown scaling rule, or an argument of the rule is missing.
     """
-    rotated = int(head_dim * rope.partial_rotary_factor)
+    rotated = rope.rotated_channels(head_dim)
     if rotated < 2 or rotated % 2:
         raise TargetError(
             f"partial_rotary_factor {rope.partial_rotary_factor} rotates {rotated} of {head_dim} channels; "

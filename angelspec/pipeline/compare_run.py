@@ -10,7 +10,6 @@ from angelspec.core.comparison import Comparison
 from angelspec.core.errors import MissingRequirement
 from angelspec.core.files import write_text_atomic
 from angelspec.core.recipe import Recipe
-from angelspec.data.reading import read_sources
 from angelspec.decoding.proposer import Proposer
 from angelspec.decoding.proposers import drafter_proposer
 from angelspec.evaluation.acceptance import measure, num_answers
@@ -18,7 +17,7 @@ from angelspec.evaluation.comparison import ComparisonReport, Outcome, Training,
 from angelspec.evaluation.comparison_plot import plot_comparison
 from angelspec.pipeline.evaluation_stages import exported_drafter
 from angelspec.pipeline.hub_commits import HubCommits
-from angelspec.pipeline.measuring import LOOKUP, lookup_proposer, measure_settings, suites_of
+from angelspec.pipeline.measuring import LOOKUP, evaluation_prompts, lookup_proposer, measure_settings, suites_of
 from angelspec.pipeline.progress import Progress, table_console
 from angelspec.pipeline.record import RunRecord, only_run_in
 from angelspec.pipeline.requirements import check_requirements
@@ -130,7 +129,7 @@ def _measure_all(
     """Answer the base recipe's evaluation prompts, rendered in each mode, once; measure every drafter asked for on
     these answers, and lookup."""
     target = session.target(base.evaluation.dtype)
-    conversations = read_sources(base.data.evaluation, base.data, responses="rollout").accepted
+    conversations = evaluation_prompts(base, quarantine=folder / "sources-quarantine.jsonl", say=progress.say)
     settings = measure_settings(base)
     settings = settings.model_copy(update={"temperatures": settings.temperatures[:1]})
     identity = {proposer.name: key for key, proposer in proposers.items()} | {LOOKUP: (LOOKUP, None)}
@@ -145,6 +144,8 @@ def _measure_all(
             recipe,
             names=[source.name for source in base.data.evaluation],
             limit=base.evaluation.prompts_per_suite,
+            quarantine=folder / f"{mode}-quarantine.jsonl",
+            say=progress.say,
         )
         total = num_answers(suites, everyone, settings=settings)
         with progress.meter(f"measure on {mode} prompts", total=total, unit="answers") as meter:

@@ -19,13 +19,14 @@ from angelspec.data.decontaminate import decontaminate
 from angelspec.data.fitting import fit_rows
 from angelspec.data.quarantine import require_usable, write_quarantine
 from angelspec.data.reading import read_sources
-from angelspec.data.reasons import count_reasons
+from angelspec.data.reasons import count_reasons, reasons_table
 from angelspec.data.rollout import rollout_shards, what_answers_depend_on
 from angelspec.data.rounds import Round, first_round, next_round, visible_answer
 from angelspec.data.sources import locate
 from angelspec.data.split import split_held_out
 from angelspec.data.tokenised import row_from_answer
 from angelspec.pipeline.estimates import amounts
+from angelspec.pipeline.measuring import suites_of
 from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
 from angelspec.targets.sources import content_of_folder
 from angelspec.targets.target import Target, verify_target
@@ -153,9 +154,18 @@ def prompts_stage(data: DataSection) -> Stage:
 
 
 def _run_decontaminate(work: Work) -> StageOutput:
-    tokenizer = work.target(work.recipe.target.dtype).tokenizer
+    target = work.target(work.recipe.target.dtype)
     prompts = work.before["prompts"].folder
-    train = read_conversations(prompts / "train.jsonl")
+    train, evaluation = (read_conversations(prompts / f"{part}.jsonl") for part in ("train", "evaluation"))
+    suites_of(  # now, not when all training is done: too many that can't be asked stop the run
+        evaluation,
+        target,
+        work.recipe,
+        names=[source.name for source in work.recipe.data.evaluation],
+        limit=None,
+        quarantine=work.folder / "evaluation-quarantine.jsonl",
+        say=work.progress.say,
+    )
     with work.progress.meter("decontaminate", total=len(train), unit="rows") as meter:
         done = 0
 
@@ -166,8 +176,8 @@ def _run_decontaminate(work: Work) -> StageOutput:
 
         result = decontaminate(
             train,
-            read_conversations(prompts / "evaluation.jsonl"),
-            tokenise=lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"],
+            evaluation,
+            tokenise=lambda texts: target.tokenizer(texts, add_special_tokens=False)["input_ids"],
             n=work.recipe.data.decontaminate_tokens,
             on_rows=advance,
         )
@@ -213,7 +223,9 @@ def _run_rollout(work: Work) -> StageOutput:
     while rounds:
         number = rounds[0].number
         rendered = prompt_rows(
-            [item.conversation for item in rounds], chat, max_prompt_tokens=work.recipe.data.max_prompt_tokens
+            [item.conversation for item in rounds],
+            chat,
+            max_prompt_tokens=work.recipe.longest_prompt(section.max_new_tokens),
         )
         write_quarantine(work.folder / f"round-{number}-quarantine.jsonl", rendered.rejected)
         require_usable(
@@ -351,6 +363,13 @@ def _run_pack(work: Work) -> StageOutput:
             keep_finish_reasons=recipe.rollout.keep_finish_reasons,
             max_repeated_share=recipe.rollout.max_repeated_share,
         )
+        if not selected.kept:
+            table = "".join(f"\n  {line}" for line in reasons_table(selected.counts).splitlines())
+            raise DataError(
+                f"no answer of the rollout is kept{table}",
+                mend="raise rollout.max_new_tokens, or let rollout.keep_finish_reasons or rollout.max_repeated_share "
+                "keep more",
+            )
         dropped.update(selected.counts)
         rows = [row_from_answer(record) for record in selected.kept]
     fitted = fit_rows(rows, max_document_tokens=recipe.pack.max_document_tokens, block_size=recipe.verify_width)

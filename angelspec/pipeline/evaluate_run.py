@@ -16,7 +16,6 @@ from angelspec.core.recipe import Recipe
 from angelspec.core.recipe_resolution import resolve, validate
 from angelspec.core.trained_template import trained_template
 from angelspec.data.prompt_items import prompt_source
-from angelspec.data.reading import read_sources
 from angelspec.data.sources import absent_files
 from angelspec.decoding.proposers import drafter_proposer
 from angelspec.decoding.speculative import CutPolicy
@@ -25,6 +24,7 @@ from angelspec.evaluation.rendering import print_report
 from angelspec.pipeline.export_stage import TRAINING_LOG
 from angelspec.pipeline.measuring import (
     drafter_description,
+    evaluation_prompts,
     lookup_description,
     lookup_proposer,
     measure_settings,
@@ -105,13 +105,15 @@ def evaluate_checkpoints(
             f"({manifests[0].target.digest})",
             mend="give the right target with --target",
         )
-    read = read_sources(recipe.data.evaluation, recipe.data, responses="rollout", classify=True)
+    folder = output or Path("runs") / "evaluation"
     suites = suites_of(
-        read.accepted,
+        evaluation_prompts(recipe, classify=True, quarantine=folder / "sources-quarantine.jsonl", say=progress.say),
         target,
         recipe,
         names=[source.name for source in recipe.data.evaluation],
         limit=recipe.evaluation.prompts_per_suite,
+        quarantine=folder / "quarantine.jsonl",
+        say=progress.say,
     )
     lookup = lookup_proposer(recipe)
     proposers, descriptions = [], {lookup.name: lookup_description(recipe)}
@@ -120,7 +122,6 @@ def evaluate_checkpoints(
         drafter = loaded.drafter.eval().requires_grad_(False)
         proposers.append(drafter_proposer(drafter, target=target, name=name, shortlist=recipe.evaluation.shortlist))
         descriptions[name] = drafter_description(loaded.config)
-    folder = output or Path("runs") / "evaluation"
     settings = measure_settings(recipe)
     if policy is not None:
         settings = settings.model_copy(update={"cut": policy})

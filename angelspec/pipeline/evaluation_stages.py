@@ -64,6 +64,8 @@ def _run_evaluate(work: Work) -> StageOutput:
         recipe,
         names=[source.name for source in recipe.data.evaluation],
         limit=recipe.evaluation.prompts_per_suite,
+        quarantine=work.folder / "quarantine.jsonl",
+        say=work.progress.say,
     )
     lookup = lookup_proposer(recipe)
     drafter = drafter_proposer(

@@ -10,7 +10,9 @@ from angelspec.core.drafter_config import DrafterConfig
 from angelspec.core.recipe import Recipe
 from angelspec.data.chat import chat_format, prompt_rows
 from angelspec.data.conversation import Conversation
-from angelspec.data.quarantine import require_usable
+from angelspec.data.quarantine import require_usable, write_quarantine
+from angelspec.data.reading import read_sources
+from angelspec.data.reasons import count_reasons
 from angelspec.data.rounds import first_round
 from angelspec.decoding.block_proposer import BlockProposer
 from angelspec.decoding.lookup import LookupProposer
@@ -38,25 +40,86 @@ _EXACT_TOKENS = 96
 """Longest answer of the comparison with plain decoding, which decodes one request at a time."""
 
 
+def evaluation_prompts(
+    recipe: Recipe, *, classify: bool = False, quarantine: Path, say: Callable[[str], None]
+) -> list[Conversation]:
+    """The recipe's evaluation sources, read; what can't be used is written aside and said.
+
+    Args:
+        recipe: resolved.
+        classify: let the classifier name the workload of rows whose source names none.
+        quarantine: file of the rows that can't be used.
+        say: told how many.
+
+    Raises:
+        DataError: a source has nothing usable or too many refused rows.
+    """
+    read = read_sources(
+        recipe.data.evaluation, recipe.data, responses="rollout", classify=classify, quarantine=quarantine
+    )
+    if read.counts:
+        say(f"  evaluation: {len(read.accepted)} conversations; refused: {_counted(read.counts)} (see {quarantine})")
+    return read.accepted
+
+
 def suites_of(
-    conversations: Sequence[Conversation], target: Target, recipe: Recipe, *, names: Sequence[str], limit: int | None
+    conversations: Sequence[Conversation],
+    target: Target,
+    recipe: Recipe,
+    *,
+    names: Sequence[str],
+    limit: int | None,
+    quarantine: Path,
+    say: Callable[[str], None],
 ) -> list[Suite]:
-    """Evaluation prompts (first user turns) as a server renders them, by source."""
+    """Evaluation prompts (first user turns) as a server renders them, by source.
+
+    Args:
+        conversations: of all sources.
+        target: renders them.
+        recipe: its mode and the limits of ``data``.
+        names: the sources, in order.
+        limit: prompts of each; None: all.
+        quarantine: file of the prompts that can't be asked.
+        say: told how many of a source can't.
+
+    Raises:
+        DataError: too many of a source can't be asked.
+    """
     chat = chat_format(target, mode=recipe.mode)
     by_source: dict[str, list[Conversation]] = {name: [] for name in names}
     for item in first_round(conversations):
         by_source[item.conversation.source].append(item.conversation)
+    rendered = {
+        name: prompt_rows(members, chat, max_prompt_tokens=recipe.longest_prompt(recipe.evaluation.max_new_tokens))
+        for name, members in by_source.items()
+    }
+    refused = [row for rows in rendered.values() for row in rows.rejected]
+    if refused:
+        write_quarantine(quarantine, refused)
     suites = []
-    for name, members in by_source.items():
-        rendered = prompt_rows(members, chat, max_prompt_tokens=recipe.data.max_prompt_tokens)
+    for name, rows in rendered.items():
         require_usable(
-            accepted=len(rendered.prompts),
-            rejected=rendered.rejected,
+            accepted=len(rows.prompts),
+            rejected=rows.rejected,
             max_bad_fraction=recipe.data.max_bad_fraction,
             what=f"evaluation suite '{name}'",
+            quarantine=quarantine,
         )
-        suites.append(Suite(name, tuple(rendered.prompts)).first(limit))
+        suites.append(Suite(name, tuple(rows.prompts), count_reasons(row.reason for row in rows.rejected)).first(limit))
+    for suite in suites:
+        if suite.refused:
+            say(f"  {_refused(suite)} (see {quarantine})")
     return suites
+
+
+def _refused(suite: Suite) -> str:
+    """What of a suite's source is not measured, in words."""
+    return f"evaluation suite '{suite.name}': prompts refused: {_counted(suite.refused)}"
+
+
+def _counted(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in reasons.items())
 
 
 def mixed_suite(suites: Sequence[Suite], count: int) -> Suite:
@@ -116,12 +179,12 @@ def measured_report(
                 folder=folder / "units",
                 advance=meter,
             )
-    shortlists, notes = [], []
+    shortlists, notes = [], [_refused(suite) for suite in suites if suite.refused]
     if shortlists_of is not None:
         shortlists = _shortlists(
             target, proposers, suites, of=shortlists_of, settings=settings, folder=folder / "units", progress=progress
         )
-        notes = [f"shortlists were measured with {shortlists_of} alone"]
+        notes.append(f"shortlists were measured with {shortlists_of} alone")
     exactness = []
     if recipe.evaluation.exactness_prompts:
         progress.say("  output against plain decoding, token for token, in float32")

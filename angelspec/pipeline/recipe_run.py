@@ -7,8 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from angelspec.core.files import write_text_atomic
+from angelspec.core.files import replace_folder, restore_folder, write_text_atomic
 from angelspec.core.recipe import Recipe
+from angelspec.drafters.checkpoint import require_replaceable
 from angelspec.evaluation.rendering import print_report
 from angelspec.evaluation.report import Report
 from angelspec.evaluation.tables import Table
@@ -42,11 +43,13 @@ def run_recipe(
     Raises:
         MissingRequirement: this machine cannot run it (before anything is downloaded), or another run writes into
             ``output``.
+        CheckpointError: ``drafter/`` there holds something that is no drafter.
         AngelspecError: a stage cannot go on; finished and half-finished stages stay.
     """
-    check_requirements(recipe, output=output)
-    session = Session(recipe)
+    check_requirements(recipe, output=output, store=store)
     drafter = output / DRAFTER_FOLDER
+    require_replaceable(drafter)
+    session = Session(recipe)
     if not session.ranks.is_first:
         session.ranks.barrier()  # until the record is this run's
         follow_stages(
@@ -61,19 +64,18 @@ def run_recipe(
         session.ranks.barrier()
         stages = stages_of(recipe, data=HubCommits(store, progress.say).pin(recipe.data))
         results = run_stages(stages, recipe, store=Store(store), session=session, progress=progress, record=record)
-        _replace_folder(results["export"].folder / "drafter", drafter)
+        _copy_drafter(results["export"].folder / "drafter", drafter.resolve())
     if not quiet:
         _print_end(recipe, drafter, target_folder=Path(results["target"].output.summary["folder"]))
     return drafter
 
 
-def _replace_folder(source: Path, destination: Path) -> None:
+def _copy_drafter(source: Path, destination: Path) -> None:
     fresh = destination.with_name(f".{destination.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     shutil.copytree(source, fresh)
-    if destination.exists():
-        shutil.rmtree(destination)
-    fresh.rename(destination)
+    restore_folder(destination)
+    replace_folder(fresh, destination)
 
 
 def main_table(table: Table) -> bool:

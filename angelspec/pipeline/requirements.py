@@ -28,7 +28,7 @@ def target_bytes(recipe: Recipe, *dtypes: str) -> int:
     return target_parameters(recipe) * sum(BYTES_OF[dtype] for dtype in set(dtypes) or {recipe.target.dtype})
 
 
-def missing_requirements(recipe: Recipe, *, output: Path) -> list[str]:
+def missing_requirements(recipe: Recipe, *, output: Path, store: Path | None = None) -> list[str]:
     """What this machine lacks, one sentence each (empty: the recipe can start)."""
     needs, missing = recipe.requirements, []
     weights = target_bytes(recipe) / _GIB
@@ -93,22 +93,32 @@ def missing_requirements(recipe: Recipe, *, output: Path) -> list[str]:
             f"a multiple of {together} processes that share rows (training.sequence_parallel): {started} started; "
             f"torchrun --nproc-per-node {together} -m angelspec recipe run {recipe.name}"
         )
-    place = output
-    while not place.exists():
-        place = place.parent
-    free_disk = shutil.disk_usage(place).free / _GIB
-    if free_disk < 1.0:
-        missing.append(f"1 GiB of disk at {place}: {free_disk:.2f} GiB are free")
-    return missing
+    return missing + _missing_disk({output, store or output})
 
 
-def check_requirements(recipe: Recipe, *, output: Path) -> None:
+def _missing_disk(folders: set[Path]) -> list[str]:
+    missing = {}
+    for place in sorted(folders):
+        while not place.exists():
+            place = place.parent
+        free = shutil.disk_usage(place).free / _GIB
+        if free < 1.0:
+            missing[place.stat().st_dev] = f"1 GiB of disk at {place}: {free:.2f} GiB are free"
+    return list(missing.values())
+
+
+def check_requirements(recipe: Recipe, *, output: Path, store: Path | None = None) -> None:
     """Stop before anything is downloaded if the machine cannot run the recipe.
+
+    Args:
+        recipe: resolved.
+        output: the folder of the run.
+        store: the folder of its stages; None: within ``output``.
 
     Raises:
         MissingRequirement: naming all that is missing.
     """
-    missing = missing_requirements(recipe, output=output)
+    missing = missing_requirements(recipe, output=output, store=store)
     if missing:
         raise MissingRequirement(
             f"recipe '{recipe.name}' cannot run here; missing:\n" + "\n".join(f"  - {item}" for item in missing),

@@ -28,7 +28,7 @@ WITHOUT_EFFECT = frozenset(
     }
 )  # fmt: skip
 """Training values that change no weight, or its last bits only."""
-_ONCE_NAMED = {"max_nonfinite_steps": 5}
+_ONCE_NAMED = {"max_nonfinite_steps": 5, "rows_per_micro_batch": 2}
 """Values without effect that fingerprints have always held: they hold the default, whatever the recipe says, so that
 finished trainings keep their names."""
 _ONLY_BLOCKS = ("anchors_per_row",)
@@ -92,6 +92,8 @@ def what_training_reads(section: TrainingSection, config: DrafterConfig) -> dict
     """
     unread = _ONLY_BLOCKS if config.family == "mtp" else _ONLY_MTP
     described = section.model_dump(mode="json", exclude=set(unread))
+    if described["features"] == "disk":  # the same numbers as in memory
+        described["features"] = "memory"
     for stage in described["stages"]:
         if stage["objective"]["slot_weights"] is None:
             del stage["objective"]["slot_weights"]

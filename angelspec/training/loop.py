@@ -213,6 +213,7 @@ class _Run:
             plateau = stage.plateau_evaluations
             if not stage_ends and plateau is not None and progress.stale_evaluations >= plateau:
                 stage_ends = True
+                self._log_window(name, epoch=order.epoch_of(in_stage + 1))
                 self._write("plateau", {"evaluations": progress.stale_evaluations}, stage=name)
         if stage_ends:
             progress.stage += 1
@@ -250,11 +251,13 @@ class _Run:
             progress.empty_steps += 1
         elif not gradients.is_finite:
             progress.skipped_steps += 1
-            self._write("skipped", {"gradient_norm": gradients.norm, "loss": gradients.numerators})
+            self._write(
+                "skipped", {"gradient_norm": gradients.norm, "loss": gradients.numerators}, step=progress.step + 1
+            )
             if progress.skipped_steps > section.max_nonfinite_steps:
                 raise TrainingError(
                     f"{progress.skipped_steps} steps had a non-finite loss or gradient, the last at step "
-                    f"{progress.step} of stage '{stage.name}'",
+                    f"{progress.step + 1} of stage '{stage.name}'",
                     mend="lower optimizer.learning_rate or clip_norm, use dtype=float32, or look at the features; "
                     "the newest checkpoint is whole",
                 )
@@ -398,10 +401,10 @@ class _Run:
             stage=stage,
         )
 
-    def _write(self, kind: str, values: dict[str, Any], *, stage: str | None = None) -> None:
+    def _write(self, kind: str, values: dict[str, Any], *, stage: str | None = None, step: int | None = None) -> None:
         if self.log is not None:
             name = stage or self.section.stages[self.progress.stage].name
-            self.log.write(kind, step=self.progress.step, stage=name, values=values)
+            self.log.write(kind, step=self.progress.step if step is None else step, stage=name, values=values)
 
     def _note(self, stage: str) -> str:
         best = self.progress.best_accepted_length

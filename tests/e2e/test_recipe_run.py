@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from angelspec.cli.main import cli
-from angelspec.core.errors import Interrupted, TargetError
+from angelspec.core.errors import CheckpointError, DataError, Interrupted, TargetError
 from angelspec.core.files import read_json
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe_files import load_recipe
@@ -146,6 +146,8 @@ def test_interrupted_again_and_again_and_resumed_gives_the_same_bytes(straight, 
         ("training.stages.cold-start.steps=12", ["train-cold-start", "train-end-to-end", "evaluate", "export"]),
         ("training.log_every=1", ["export"]),
         ("training.max_nonfinite_steps=9", ["export"]),
+        ("training.features=disk", ["export"]),  # the same features, elsewhere
+        ("training.rows_per_micro_batch=2", ["export"]),
         ("rollout.keep_finish_reasons=[stop, length, loop]", ["pack", "export"]),
         ("target.mode_family=plain", ["target", "rollout", "pack", "evaluate", "export"]),  # it renders the same
         ("description=another", ["export"]),
@@ -157,6 +159,50 @@ def test_a_changed_value_reruns_exactly_what_depends_on_it(straight, override, r
     run(folder, override, progress=recorder)
     assert recorder.ran == rerun
     assert recorder.reused == [name for name in first.ran if name not in rerun]
+
+
+def test_nothing_else_is_replaced_by_the_drafter(straight, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(straight[0] / "store", folder / "store")
+    (folder / "drafter").mkdir()
+    (folder / "drafter" / "mine.txt").write_text("kept")
+    recorder = Recorder()
+    with pytest.raises(CheckpointError, match="no drafter export"):
+        run(folder, progress=recorder)
+    assert recorder.said == [] and (folder / "drafter" / "mine.txt").read_text() == "kept"
+    shutil.rmtree(folder / "drafter")
+    (tmp_path / "large").mkdir()
+    (folder / "drafter").symlink_to(tmp_path / "large")  # a larger disk
+    run(folder)
+    first = content(tmp_path / "large")
+    assert (folder / "drafter").is_symlink() and inspect_checkpoint(tmp_path / "large") == []
+    run(folder)
+    assert (folder / "drafter").is_symlink() and content(tmp_path / "large") == first
+    assert sorted(path.name for path in folder.iterdir() if path.name.startswith(".")) == [".run.lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "run"]
+
+
+def test_evaluation_prompts_that_cannot_be_asked_are_said_or_stop_the_run_before_it_trains(tmp_path):
+    lines = [f'{{"prompt": "question {i}"}}\n' for i in range(31)] + [f'{{"prompt": "{"long " * 400}"}}\n']
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    source = f"data.evaluation=[{{name: ev, source: 'file:{tmp_path / 'rows.jsonl'}', workload: chat}}]"
+    recorder = Recorder()
+    drafter = run(tmp_path / "run", source, "data.max_bad_fraction=0.05", progress=recorder)
+    said = [line for line in recorder.said if "evaluation suite 'ev': prompts refused: 1 prompt-too-long" in line]
+    assert len(said) == 2  # before the training and at the measuring
+    (quarantine,) = (Path(line.rpartition("(see ")[2].rstrip(")")) for line in said[1:])
+    assert "prompt-too-long" in quarantine.read_text()
+    assert any("1 prompt-too-long" in note for note in Report.load(drafter / "report.json").notes)
+    recorder = Recorder()
+    with pytest.raises(DataError, match="1 of 32 rows were refused"):
+        run(tmp_path / "strict", source, "data.max_bad_fraction=0.01", progress=recorder)
+    assert recorder.ran == ["target", "prompts"]
+
+
+def test_a_rollout_of_which_nothing_is_kept_says_why(tmp_path):
+    with pytest.raises(DataError, match=r"no answer of the rollout is kept(?s:.*)answer-unfinished") as error:
+        run(tmp_path, "rollout.max_new_tokens=1", "rollout.keep_finish_reasons=[stop]")
+    assert "rollout.keep_finish_reasons" in error.value.mend
 
 
 def test_stage_records_hold_their_digests(straight):

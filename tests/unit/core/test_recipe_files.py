@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -283,6 +284,27 @@ def test_a_temperature_named_twice_counts_once():
 def test_a_login_in_an_address_is_refused_before_it_is_published():
     message = refusal("rollout.endpoint_url=http://jane:s3cret@host/v1")
     assert "endpoint_key_variable" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["evaluation.max_new_tokens=8192"], "evaluation.max_new_tokens: 8192 tokens leave no room"),
+        (["rollout.max_new_tokens=9000"], "allowed: below 8192"),
+        (["drafter.head_dim=7"], "drafter.head_dim: 7 channels, of which 7 are rotated in pairs"),
+        (["rollout.keep_finish_reasons=[stop, eos]"], "answers of backend local end by stop, length, loop, not 'eos'"),
+        (["rollout.backend=endpoint", "rollout.endpoint_url=localhost:8000/v1"], "begins with neither http://"),
+        (["training.stages.cold-start.name=end/2"], "training.stages.cold-start.name"),
+        (["training.stages.²=1"], "no item '²'"),
+    ],
+)
+def test_what_could_not_work_is_refused_before_anything_runs(overrides, told):
+    with pytest.raises(RecipeError, match=re.escape(told)):
+        load_recipe(NAME, overrides=overrides)
+
+
+def test_answers_that_are_given_need_no_room():
+    load_recipe(NAME, overrides=["rollout.max_new_tokens=9000", "data.responses=given"])
 
 
 def test_a_section_that_is_none_is_named():

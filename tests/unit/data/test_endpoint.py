@@ -236,10 +236,50 @@ def test_a_wrong_request_is_not_repeated(tmp_path):
         assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("value", [{}, {"choices": []}, {"choices": [{"message": None, "finish_reason": "stop"}]}])
+PARTS = {"choices": [{"message": {"content": [{"type": "text", "text": "a"}]}, "finish_reason": "stop"}]}
+
+
+@pytest.mark.parametrize(
+    "value", [{}, {"choices": []}, {"choices": [{"message": None, "finish_reason": "stop"}]}, PARTS]
+)
 def test_no_chat_completion(tmp_path, value):
     with serving(lambda number, body: (200, {}, value)) as server, pytest.raises(DataError, match="no chat completion"):
         ask(server, tmp_path, texts=["a"])
+    with serving(echo) as server:  # nothing of it was kept
+        assert text_of(ask(server, tmp_path, texts=["a"])[0]) == "You said a<|im_end|>"
+
+
+def test_a_full_disk_is_itself(tmp_path, monkeypatch):
+    def full(self, key, reply):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(endpoint._Journal, "add", full)
+    with serving(echo) as server, pytest.raises(OSError, match="No space left"):
+        ask(server, tmp_path)
+
+
+def test_a_damaged_line_costs_one_answer(tmp_path):
+    texts = ["a", "b", "c"]
+    with serving(echo) as server:
+        answers = ask(server, tmp_path, texts=texts)
+    journal = tmp_path / "answers.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(lines[0] + b"\x00\x00\n" + b"[]\n" + lines[2])
+    with serving(echo) as server:
+        assert ask(server, tmp_path, texts=texts) == answers
+        assert len(server.requests) == 1
+
+
+def test_another_model_does_not_answer_the_rest(tmp_path, monkeypatch):
+    with serving(echo) as server:
+        ask(server, tmp_path)
+
+    async def other(self):
+        return "other"
+
+    monkeypatch.setattr(endpoint._Server, "first_model", other)
+    with serving(echo) as server, pytest.raises(DataError, match="serves 'other', but the answers so far are from"):
+        ask(server, tmp_path, texts=["c"])
 
 
 def test_concurrency_is_bounded(tmp_path):

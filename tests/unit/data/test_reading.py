@@ -152,6 +152,25 @@ def test_elements_of_an_array_stand_alone(tmp_path):
         assert reason in reasons
 
 
+@pytest.mark.parametrize(
+    ("text", "reason", "words"),
+    [
+        ('{"prompt": "a"} trailing', "invalid-json", "Extra data"),
+        ('{"prompt": "a"}\r{"prompt": "b"}', "invalid-json", "carriage returns alone"),
+        ('{"prompt": oops}', "invalid-json", "Expecting value"),
+        ('{"prompt": "a", "prompt": "b"}', "invalid-json", "'prompt' stands twice"),
+        ('{"prompt": "a', "truncated", "middle of this row"),
+        ('{"prompt": tru', "truncated", "middle of this row"),
+        ('{"prompt": "a",', "truncated", "middle of this row"),
+    ],
+)
+def test_a_last_row_is_wrong_or_cut_off(tmp_path, text, reason, words):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "whole"}\n' + text.encode())
+    (refused,) = read_source(source_of(path, workload="chat"), section(max_bad_fraction=0.9)).rejected
+    assert (str(refused.reason), refused.line) == (reason, 2) and words in refused.detail
+
+
 class Trickle:
     """A file that gives a few bytes at a time, so that every boundary falls somewhere."""
 

@@ -143,6 +143,27 @@ def test_a_plateau_ends_its_stage_early_and_the_next_begins(tmp_path):
     assert [event["step"] for event in events(tmp_path, "step") if event["stage"] == "warm"] == [11, 12, 13]
 
 
+def test_the_steps_before_a_plateau_are_logged(tmp_path):
+    stages = [steps("cold", 50, plateau_evaluations=2, plateau_gain=0.1)]
+    run(tmp_path, stages, lengths=[1.0, 1.5, 1.55, 1.56], evaluate_every=2, log_every=4)
+    assert [event["step"] for event in events(tmp_path, "plateau")] == [6]
+    assert [event["step"] for event in events(tmp_path, "step")] == [4, 6]
+
+
+def test_a_resumed_run_logs_a_skipped_step_once(tmp_path):
+    class Killed(Step):
+        def __call__(self, row_ids, *, objective, step):
+            if step == 7 and self.poison:
+                raise KeyboardInterrupt
+            return super().__call__(row_ids, objective=objective, step=step)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, [steps("cold", 9)], step=Killed(None, poison=[5]), save_every=5, max_nonfinite_steps=2)
+    assert [event["step"] for event in events(tmp_path, "skipped")] == [6]
+    result, _, _ = run(tmp_path, [steps("cold", 9)], step=Step(None, poison=[5]), save_every=5, max_nonfinite_steps=2)
+    assert result.skipped_steps == 1 and [event["step"] for event in events(tmp_path, "skipped")] == [6]
+
+
 def test_non_finite_steps_change_nothing_are_counted_and_stop_at_the_limit(tmp_path):
     clean = run(tmp_path / "a", [steps("cold", 1)])[1]
     result, net, _ = run(tmp_path / "b", [steps("cold", 3)], step=Step(None, poison=[1, 2]), max_nonfinite_steps=2)
