@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from transformers import AutoConfig
 
 from angelspec.core.engine import ALGORITHM, RAGGED_BACKENDS, RUNNING_REQUESTS
 from angelspec.core.errors import AngelspecError
-from sglang_ext.compat import CustomSpecAlgo, SpeculativeAlgorithm
+from sglang_ext.compat import CustomSpecAlgo, ServerArgs, SpeculativeAlgorithm
 from sglang_ext.engine_hooks import check_applied
 from sglang_ext.settings import check_contents, current_plan, draft_folder
 
@@ -51,10 +52,13 @@ UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
     "enable_watermark": (False, "watermarks (--enable-watermark)"),
     "enable_custom_logit_processor": (False, "custom logit processors (--enable-custom-logit-processor)"),
     "enable_return_hidden_states": (False, "hidden states in answers (--enable-return-hidden-states)"),
+    "enable_return_routed_experts": (False, "experts in answers (--enable-return-routed-experts)"),
+    "enable_return_indexer_topk": (False, "the indexer's choices in answers (--enable-return-indexer-topk)"),
 }
 """Field of the server's arguments to the value that is needed, and what any other means."""
 
 
+_DRAFT_BACKEND = "speculative_draft_attention_backend"
 _POST_CAPTURE = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
 
 
@@ -77,12 +81,17 @@ class AngelSpecAlgorithm(CustomSpecAlgo):
         plan = current_plan()
         check_contents(plan, Path(server_args.model_path))
         folder = draft_folder(plan, ranks=server_args.tp_size, dtype=target_dtype(server_args))
-        server_args.speculative_draft_model_path = str(folder)
-        if server_args.attention_backend == "trtllm_mha" and not server_args.speculative_draft_attention_backend:
-            server_args.speculative_draft_attention_backend = "fa4"  # trtllm_mha can't look both ways in a block
-        server_args.speculative_num_steps = 1
-        server_args.speculative_eagle_topk = 1
-        server_args.speculative_num_draft_tokens = plan.depth + 1
+        ours = {
+            "speculative_draft_model_path": str(folder),
+            "speculative_num_steps": 1,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": plan.depth + 1,
+        }
+        refuse_speculative(server_args, ours)
+        for name, value in ours.items():
+            setattr(server_args, name, value)
+        server_args.speculative_draft_attention_backend = draft_backend(server_args)
+        server_args.speculative_draft_model_quantization = None  # SGLang hands the target's down, --quantization
         if server_args.max_running_requests is None:
             server_args.max_running_requests = RUNNING_REQUESTS["cpu" if str(server_args.device) == "cpu" else "cuda"]
 
@@ -95,6 +104,54 @@ class AngelSpecAlgorithm(CustomSpecAlgo):
 
     def build_disagg_draft_input(self, *args: Any, **kwargs: Any) -> Any:
         return SpeculativeAlgorithm.DSPARK.build_disagg_draft_input(*args, **kwargs)
+
+
+_SETTLED_BY_SGLANG = {"speculative_algorithm", "speculative_draft_model_quantization", "speculative_attention_mode"}
+_NO_RAGGED_BLOCKS = "trtllm_mha"
+"""Looks both ways in windows of one width only."""
+
+
+def refuse_speculative(server_args: Any, ours: Mapping[str, Any]) -> None:
+    """Refuse settings of SGLang's own speculation, which would say nothing here.
+
+    Args:
+        server_args: SGLang's.
+        ours: the values that we set, which may stand there already.
+
+    Raises:
+        UnsupportedError: naming every one.
+    """
+    wrong = []
+    for item in msgspec.structs.fields(ServerArgs):
+        if not item.name.startswith("speculative_") or item.name in {*_SETTLED_BY_SGLANG, *UNSUPPORTED, _DRAFT_BACKEND}:
+            continue
+        value = getattr(server_args, item.name)
+        if value not in (item.default, ours.get(item.name)):
+            wrong.append(f"--{item.name.replace('_', '-')} {value}")
+    if wrong:
+        raise UnsupportedError(
+            f"--speculative-algorithm {ALGORITHM} takes from its bundle what these would say: {', '.join(wrong)}",
+            mend="leave them out",
+        )
+
+
+def draft_backend(server_args: Any) -> str | None:
+    """The attention backend of block drafters; None: the target's.
+
+    Raises:
+        UnsupportedError: the one that is asked for can't look both ways in windows of different widths.
+    """
+    asked = getattr(server_args, _DRAFT_BACKEND)
+    inherited = server_args.prefill_attention_backend or server_args.attention_backend  # as SGLang's draft workers do
+    if asked is None:
+        return "fa4" if inherited == _NO_RAGGED_BLOCKS else None
+    if asked == _NO_RAGGED_BLOCKS or asked not in RAGGED_BACKENDS:
+        allowed = ", ".join(name for name in RAGGED_BACKENDS if name != _NO_RAGGED_BLOCKS)
+        raise UnsupportedError(
+            f"attention backend '{asked}' (--{_DRAFT_BACKEND.replace('_', '-')}) can't draft in rows of unequal width",
+            mend=f"leave it out, or use one of: {allowed}",
+        )
+    return asked
 
 
 def target_dtype(server_args: Any) -> str | None:

@@ -39,7 +39,8 @@ def step_entries(report: StepReport, row: int) -> list[Entry]:
     name = report.routes[row]
     drafted, verified = (report.drafted[row], report.verified[row]) if name else (0, 0)
     first, *more = [*range(1, committed), 0]
-    return [[first, name or PLAIN, drafted, verified], *more]
+    reason = [report.reasons[row]] if row in report.reasons else []
+    return [[first, name or PLAIN, drafted, verified, *reason], *more]
 
 
 @dataclass
@@ -67,7 +68,8 @@ class AnswerState:
                     self.record.why, self.record.workload = entry[1]["why"], entry[1]["workload"]
                     self.record.mode = entry[1]["mode"]
             else:
-                _, name, drafted, verified = entry
+                _, name, drafted, verified, *reason = entry
+                self.record.why = reason[0] if reason else self.record.why
                 self.record.add(name, committed=1, drafted=drafted, verified=verified)
         self.positions += new
         return new

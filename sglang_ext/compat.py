@@ -24,6 +24,7 @@ class CompatibilityError(AngelspecError):
 _SRT = "sglang.srt."
 _DSPARK = f"{_SRT}speculative.dspark_components."
 INTERNALS: Mapping[str, str] = {
+    "ServerArgs": f"{_SRT}server_args",
     "SpeculativeAlgorithm": f"{_SRT}speculative.spec_info",
     "CustomSpecAlgo": f"{_SRT}speculative.spec_registry",
     "DSparkWorkerV2": f"{_DSPARK}dspark_worker_v2",

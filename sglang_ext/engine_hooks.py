@@ -61,15 +61,28 @@ def _update_handlers(original: Any, controller: Any) -> Any:
     def apply(key: str, value: Any) -> None:
         controller.scheduler.draft_worker.set_speculation(value == 1)
 
-    return {**original(controller), SPECULATION_SWITCH: compat._UpdateHandler(validate, apply)}
+    handlers = original(controller)
+    if not _is_ours(controller.scheduler.draft_worker):
+        return handlers
+    settled = {key: one for key, one in handlers.items() if not key.startswith(("dspark_", "speculative_"))}
+    return {**settled, SPECULATION_SWITCH: compat._UpdateHandler(validate, apply)}
 
 
 def _add_state(original: Any, controller: Any, state: dict[str, Any]) -> Any:
     outcome = original(controller, state)
     worker = controller.scheduler.draft_worker
-    if worker is not None:
+    if _is_ours(worker):
+        worker.forget_finished()
         state["angelspec"] = describe(worker)
     return outcome
+
+
+def _is_ours(worker: Any) -> bool:
+    """Whether a scheduler's draft worker is the extension's: an engine made in Python may have another beside a bundle
+    that the environment names."""
+    from sglang_ext.worker import AngelSpecWorker  # heavy, and needed in the scheduler's process alone
+
+    return isinstance(worker, AngelSpecWorker)
 
 
 def describe(worker: Any) -> dict[str, Any]:

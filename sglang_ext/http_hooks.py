@@ -89,6 +89,9 @@ def _label_native(obj: Any) -> None:
         if not isinstance(params, list):
             params = [dict(params or {}) for _ in range(count)]
         prompts = texts if isinstance(texts, list) else [None] * count
+        lists = (params, prompts, obj.extra_key if isinstance(obj.extra_key, list) else prompts)
+        if any(len(one) != count for one in lists):
+            return  # SGLang refuses it, in its own words
         labels = [_native_label(one, prompt) for one, prompt in zip(params, prompts, strict=True)]
         obj.sampling_params = [_with_label(one, label) for one, label in zip(params, labels, strict=True)]
         given = obj.extra_key if isinstance(obj.extra_key, list) else [obj.extra_key] * count
@@ -161,14 +164,15 @@ def _update_meta_info(
         manager._accumulate_request_meta_info(meta_info, state, "angelspec_positions", new)
         params = state.obj.sampling_params or {}
         if (params.get("custom_params") or {}).get(RESOLVED_KEY, {}).get(_PIECES):
-            meta_info[_STATE_KEY] = state.angelspec
+            meta_info[_STATE_KEY] = _Passed(state.angelspec)
     return outcome
 
 
 async def _stream_content(original: Any, serving: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
     """Add metadata and the texts of tokens to the chunks of a chat that asked for them."""
     content = kwargs["content"]
-    answer = content["meta_info"].pop(_STATE_KEY, None)
+    passed = content["meta_info"].pop(_STATE_KEY, None)
+    answer = None if passed is None else passed.answer
     if answer is not None:
         answer.receive(content["output_ids"], incremental=serving.tokenizer_manager.incremental_streaming_output)
     async for chunk in original(serving, *args, **kwargs):
@@ -177,6 +181,18 @@ async def _stream_content(original: Any, serving: Any, *args: Any, **kwargs: Any
             document["angelspec"] = {"metadata": answer.metadata(), "pieces": answer.pieces()}
             chunk = f"{_DATA}{json.dumps(document)}\n\n"
         yield chunk
+
+
+class _Passed:
+    """An answer's state on its way from one hook to the other: opaque to a log that takes the metadata apart."""
+
+    __slots__ = ("answer",)
+
+    def __init__(self, answer: AnswerState) -> None:
+        self.answer = answer
+
+    def __repr__(self) -> str:
+        return "..."
 
 
 _DATA = "data: "

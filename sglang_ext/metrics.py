@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -22,6 +22,8 @@ class StepReport:
     committed: Sequence[int]
     graphed: bool = False
     """Whether the verification ran from a CUDA graph."""
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    """By row, why its request is decoded plainly from now on."""
 
     def without(self, rows: Container[int]) -> StepReport:
         """The same without some rows."""

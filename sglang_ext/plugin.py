@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 
 from angelspec.core.engine import ALGORITHM, BUNDLE_VARIABLE, CPU_PLATFORM, PLATFORM_VARIABLE
 
@@ -15,14 +16,12 @@ _registered = False
 
 
 def register() -> None:
-    """Register the algorithm, the draft model and the hooks; does nothing when the bundle's variable is not set and
-    the algorithm was not asked for."""
+    """Register the algorithm, the draft model and the hooks; does nothing where the algorithm was not asked for."""
     global _registered
     if _registered:
         return
     _registered = True
-    named = any(word.rpartition("=")[2].upper() == ALGORITHM for word in sys.argv)
-    wanted = named or BUNDLE_VARIABLE in os.environ
+    wanted = _is_wanted(sys.argv, os.environ)
     on_cpu = os.environ.get(PLATFORM_VARIABLE) == CPU_PLATFORM
     if not wanted and not on_cpu:
         return
@@ -30,6 +29,15 @@ def register() -> None:
         _register(wanted=wanted, on_cpu=on_cpu)
     except Exception as error:
         sys.exit(f"angelspec's plugin could not be loaded: {type(error).__name__}: {error}")
+
+
+def _is_wanted(words: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether a process is of an engine with our algorithm: its command line says so; or the bundle's variable is set
+    and the command line can't say (an engine made in Python, a configuration file)."""
+    if any(word.rpartition("=")[2].upper() == ALGORITHM for word in words):
+        return True
+    flags = {word.partition("=")[0] for word in words}
+    return BUNDLE_VARIABLE in environment and (not flags & {"--model-path", "--model"} or "--config" in flags)
 
 
 def _register(*, wanted: bool, on_cpu: bool) -> None:

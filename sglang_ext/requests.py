@@ -145,15 +145,15 @@ class RequestBook:
         """Forget a request; returns it if it was known."""
         return self._by_rid.pop(rid, None)
 
-    def forget_idle(self) -> list[ServedRequest]:
-        """Now and then, forget the requests that have ended unannounced (with their first token), or were not seen for
-        long."""
-        if self._step % _LOOK_EVERY:
+    def forget_idle(self, *, now: bool = False) -> list[ServedRequest]:
+        """Now and then, or at once, forget the requests that have ended unannounced (with their first token), or were
+        not seen for long."""
+        if not now and self._step % _LOOK_EVERY:
             return []
         idle = [
             known
             for known in self._by_rid.values()
-            if self._step - known.last_step > (0 if known.req.finished() else _KEEP_IDLE)
+            if self._step - known.last_step > (_KEEP_IDLE if not known.req.finished() else -1 if now else 0)
         ]
         for known in idle:
             del self._by_rid[known.rid]

@@ -224,8 +224,6 @@ def draft_folder(plan: EnginePlan, *, ranks: int = 1, dtype: str | None = None) 
         ranks: of tensor parallelism.
         dtype: the target's, which the drafters are loaded in; None: not known.
     """
-    name = "-".join(str(part) for part in (plan.digest, ranks if ranks > 1 else None, dtype) if part)
-    folder = cache_folder() / "engines" / name
     config = plan.places[0].config
     document = {
         # a type that transformers knows and whose unknown keys it keeps
@@ -252,6 +250,7 @@ def draft_folder(plan: EnginePlan, *, ranks: int = 1, dtype: str | None = None) 
         "angelspec_plan": plan.digest,
         **({} if dtype is None else {"dtype": dtype}),
     }
+    folder = cache_folder() / "engines" / f"{plan.digest}-{fingerprint(document)}"
     if not (folder / "config.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)
         marker = torch.tensor(list(plan.digest.encode()), dtype=torch.uint8)

@@ -90,6 +90,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         self._timer = StepTimer(step_clock(self.device))
         self._step_ended: tuple[Any, tuple[str, ...]] | None = None
         self._tracked = 0
+        self._weights_changed = False
         self._outcome: Outcome | None = None
         self._kept = torch.cuda.Event() if str(self.device).startswith("cuda") else None
         """When the states of the last step's tokens lie in their rings; None: on a CPU, at once."""
@@ -112,6 +113,18 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
 
     def init_cuda_graphs(self) -> None:
         """No graph of the draft model by the engine: its forwards are ours (``models.graphs``)."""
+
+    def weight_update_runners(self) -> list[tuple[str, Any]]:
+        """None of ours: an update of weights is the target's, whose embedding and head the drafters then take anew."""
+        self._weights_changed = True
+        return []
+
+    def _take_weights(self) -> None:
+        """After an update of the target's weights, in step on all ranks."""
+        if self._weights_changed:
+            self._weights_changed = False
+            model = self.draft_model
+            model.attach_shared_modules(embed_tokens=model.embed_tokens, lm_head=model.lm_head)
 
     def prewarm_sampling(self) -> Any:
         """The last thing before the engine serves: record the drafters' graphs and measure what a step costs."""
@@ -184,11 +197,19 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         for known in new:
             self._planner.close(known.rid)
             self._open(known)
-        for known in self.requests.forget_idle():
+        self._forget(self.requests.forget_idle())
+        return rows
+
+    def forget_finished(self) -> None:
+        """Count the requests that ended with their first token, whose end nobody tells."""
+        self._forget(self.requests.forget_idle(now=True))
+
+    def _forget(self, idle: list[ServedRequest]) -> None:
+        """Close requests that the book has dropped."""
+        for known in idle:
             if known.req.finished():
                 self._count_finished(known)
             self._planner.close(known.rid)
-        return rows
 
     def _count_finished(self, known: ServedRequest) -> None:
         self.counters.finish(known)
@@ -217,6 +238,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         if batch.forward_mode.is_idle():
             return self._decode_idle_result(on_publish=on_publish)
         self._settle()
+        self._take_weights()
         ids, reqs = batch.input_ids, list(batch.reqs)
         starts, counts = list(batch.prefix_lens), list(batch.extend_lens)
         slots = batch.req_pool_indices_cpu.tolist()
@@ -267,6 +289,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             return self._decode_idle_result(on_publish=on_publish)
         began = time.perf_counter()
         self._settle()
+        self._take_weights()
         drafts, rows = self._ready(), self._rows(batch.reqs)
         draft_input, size, width = batch.spec_info, len(batch.reqs), self._width
         slots, lengths = batch.req_pool_indices_cpu.tolist(), [known.length for known in rows]
@@ -346,6 +369,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             verified=kept,
             committed=committed,
             graphed=bool(seen.graphed),
+            reasons={row: known.plain_because for row, known in enumerate(rows) if known in self._given_up},
         )
         self._outcome = Outcome(step, rows, result.angelspec_step, outputs)
         before, self._step_ended = self._step_ended, (verify_end, step.requests)
@@ -411,7 +435,6 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         if known.broken_drafts == _BROKEN_AT_MOST:
             logger.error("drafter %s gives numbers that are not finite: %s goes on without it", name, known.rid)
             known.plain_because = f"drafter {name} gave numbers that are not finite"
-            known.record.why = known.plain_because
             self._given_up.append(known)
 
     def _open_penalties(self, rows: list[ServedRequest]) -> None:
@@ -484,14 +507,16 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         self._planner.observe(outcome.step, outcome.accepted)
         while self._given_up:  # not before: the step that was on its way was planned with their drafters
             known = self._given_up.pop()
-            self._planner.close(known.rid)
-            self._open(known)
+            if self.requests.get(known.rid) is known:
+                self._planner.close(known.rid)
+                self._open(known)
         report = self.counters.step(outcome.report.without(outcome.ended))
         rows = [known for row, known in enumerate(outcome.rows) if row not in outcome.ended]
-        depths = self.plan.bundle.depths
-        for known, name, kept, number in zip(rows, report.routes, report.verified, report.committed, strict=True):
+        for known, name, drafted, kept, number in zip(
+            rows, report.routes, report.drafted, report.verified, report.committed, strict=True
+        ):
             known.record.add(
-                name or PLAIN, committed=number, drafted=depths[name] if name else 0, verified=kept if name else 0
+                name or PLAIN, committed=number, drafted=drafted if name else 0, verified=kept if name else 0
             )
         if self._exporter is not None:
             self._exporter.step(report, [known.workload for known in rows])

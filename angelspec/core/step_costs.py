@@ -151,11 +151,13 @@ class StepCosts(BaseModel):
         index = min(max(bisect_left(sizes, batch_size), 1), max(len(sizes) - 1, 1))
         near = sizes[index - 1 : index + 1]  # the two that enclose it, or the last two beyond the end
         return [
-            _linear([(size, _linear(by_batch[size], self._padded(number) / batch_size)) for size in near], batch_size)
-            for number in slots
+            _linear([(size, _linear(by_batch[size], padded / batch_size)) for size in near], batch_size)
+            for padded in (self._padded(number, batch_size) for number in slots)
         ]
 
-    def _padded(self, slots: int) -> int:
+    def _padded(self, slots: int, batch_size: int) -> int:
+        if slots == batch_size:  # profiled as it runs, in its tier, and followed by a scale of its own
+            return slots
         index = bisect_left(self.tiers, slots)
         return self.tiers[index] if index < len(self.tiers) else slots
 

@@ -35,6 +35,8 @@ _REFUSED: Mapping[str, str] = {
     "--enable-mixed-chunk": "a forward can't both prefill and verify rows of different widths",
     "--enable-custom-logit-processor": "its changes would not reach the positions of a draft",
     "--enable-return-hidden-states": "the hidden states of a verification are the drafters'",
+    "--enable-return-routed-experts": "the experts of a verification are not told apart by row",
+    "--enable-return-indexer-topk": "the indexer's choices in a verification are not told apart by row",
     "--decoupled-spec": "drafting and verification must run in one engine",
     "--enable-hisparse": "HiSparse does not hold the drafters' state",
     "--enable-two-batch-overlap": "a forward verifies the whole batch",

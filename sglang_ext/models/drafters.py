@@ -68,7 +68,10 @@ class AngelSpecDrafters(nn.Module):
         embedding_VD = ranks.whole(embed_tokens.weight, **size, name="embedding")
         tied = lm_head.weight.data_ptr() == embed_tokens.weight.data_ptr()
         head_VD = embedding_VD if tied else ranks.whole(lm_head.weight, **size, name="vocabulary head")
-        if ranks.several:
+        if self._copies is not None:  # recorded graphs read them where they are
+            for copy, new in zip(self._copies, (embedding_VD, head_VD), strict=True):
+                copy.copy_(new)
+        elif ranks.several:
             self._copies = (embedding_VD, head_VD)
 
     @property

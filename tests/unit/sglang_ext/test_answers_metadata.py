@@ -42,6 +42,20 @@ def test_an_answer_adds_up() -> None:
     assert metadata["kept_ratio"] == (1 + 3 + 1) / (1 + 7 + 1)
 
 
+def test_an_answer_says_why_it_went_on_plainly() -> None:
+    request = SimpleNamespace(
+        record=RequestRecord(why="asked for", workload="code", mode="no-think"), workload="code", mode="no-think"
+    )
+    answer = AnswerState()
+    answer.add([opening(request), *step_entries(report(), 0)])
+    assert answer.metadata()["why"] == "asked for"
+    broken = report(drafted=[0, 0], verified=[0, 0], committed=[1, 1], reasons={0: "not finite"})
+    answer.add(step_entries(broken, 0))
+    answer.add(step_entries(report(), 1))
+    assert answer.metadata()["why"] == "not finite"
+    assert step_entries(broken, 1) == [[0, "ar", 0, 0]]
+
+
 def test_an_answer_that_stops_within_a_step_counts_the_step_and_the_tokens_that_came() -> None:
     answer = AnswerState()
     answer.add([opening(None), *step_entries(report(committed=[5, 1]), 0)[:2]])

@@ -79,6 +79,17 @@ def test_what_slows_wide_steps_alone_leaves_plain_ones_as_they_are() -> None:
     assert costs.verify_seconds(4, 32) == pytest.approx(1.6 * (0.05 + 0.004 * 32))
 
 
+def test_plain_steps_of_graphs_are_not_foretold_by_the_scale_of_wide_ones() -> None:
+    graphed = PROFILED.model_copy(update={"tiers": (8, 16, 32, 64)})
+    tracker = CostTracker(graphed)
+    plain, wide = (graphed.verify_seconds(4, slots) or 0.0 for slots in (4, 32))
+    for number in range(96):
+        slots, took = (4, plain) if number % 8 == 0 else (32, 2 * wide)
+        tracker.observe(step(4, slots=slots, drafted={}, verify=took, rest=None))
+    assert tracker.current().verify_seconds(4, 4) == pytest.approx(plain)
+    assert tracker.current().verify_seconds(4, 32) == pytest.approx(2 * wide, rel=0.01)
+
+
 def test_drafters_that_always_draft_together_are_corrected_together() -> None:
     tracker = CostTracker(PROFILED)
     both = {"mtp": 1, "dfly": 8}

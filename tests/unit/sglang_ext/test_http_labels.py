@@ -95,6 +95,17 @@ def test_a_chat_that_comes_as_a_native_request_keeps_its_mode_and_workload(famil
 
 
 @pytest.mark.parametrize("family", ["smollm2"], indirect=True)
+@pytest.mark.parametrize(
+    "wrong", [{"extra_key": ["a"]}, {"sampling_params": [{}, {}, {}]}, {"extra_key": ["a", "b", "c"]}]
+)
+def test_lists_of_wrong_lengths_are_left_to_sglangs_own_words(family: str, wrong: dict[str, Any]) -> None:
+    obj = native(text=["one", "two"], input_ids=None, **wrong)
+    before = obj.sampling_params
+    http_hooks._label_native(obj)
+    assert obj.sampling_params is before and not getattr(obj, "angelspec_labelled", False)
+
+
+@pytest.mark.parametrize("family", ["smollm2"], indirect=True)
 def test_a_native_request_is_read_by_its_text(family: str) -> None:
     obj = native(text="Write a Python function that reverses a string.", input_ids=None)
     http_hooks._label_native(obj)

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -88,6 +89,69 @@ def test_what_cannot_be_combined_is_refused_by_name(changes: dict[str, Any], wor
     refuse_unsupported(SimpleNamespace(attention_backend="flashinfer", device="cuda", disable_cuda_graph=True))
     with pytest.raises(UnsupportedError, match=words):
         refuse_unsupported(SimpleNamespace(**changes))
+
+
+def arguments(**changes: Any) -> SimpleNamespace:
+    """SGLang's, as they are where nothing is said."""
+    from sglang.srt.server_args import ServerArgs
+
+    return SimpleNamespace(**{item.name: item.default for item in msgspec.structs.fields(ServerArgs)} | changes)
+
+
+def test_settings_of_other_speculation_are_refused_and_ours_are_not() -> None:
+    from sglang_ext.algorithm import UnsupportedError, refuse_speculative
+
+    ours = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 8}
+    refuse_speculative(arguments(speculative_algorithm="ANGELSPEC"), ours)
+    refuse_speculative(arguments(**ours, speculative_draft_model_quantization="fp8"), ours)
+    for changes in (
+        {"speculative_num_draft_tokens": 4},
+        {"speculative_draft_model_path": "/mine"},
+        {"speculative_accept_threshold_single": 0.5},
+        {"speculative_dspark_sps_table_path": "table.json"},
+    ):
+        (name,) = changes
+        with pytest.raises(UnsupportedError, match=f"--{name.replace('_', '-')}"):
+            refuse_speculative(arguments(**changes), ours)
+
+
+def test_blocks_are_drafted_where_windows_of_different_widths_can_look_both_ways() -> None:
+    from sglang_ext.algorithm import UnsupportedError, draft_backend
+
+    assert draft_backend(arguments(attention_backend="fa3")) is None
+    assert draft_backend(arguments(attention_backend="trtllm_mha")) == "fa4"
+    mixed = {"prefill_attention_backend": "trtllm_mha", "decode_attention_backend": "fa4", "attention_backend": "fa4"}
+    assert draft_backend(arguments(**mixed)) == "fa4"
+    assert draft_backend(arguments(speculative_draft_attention_backend="fa3", attention_backend="trtllm_mha")) == "fa3"
+    for name in ("trtllm_mha", "triton"):
+        with pytest.raises(UnsupportedError, match=f"'{name}' .--speculative-draft-attention-backend"):
+            draft_backend(arguments(speculative_draft_attention_backend=name))
+
+
+@pytest.mark.parametrize(
+    ("words", "bundle", "wanted"),
+    [
+        (["serve", "--model-path", "t", "--speculative-algorithm", "ANGELSPEC"], False, True),
+        (["serve", "--model-path=t", "--speculative-algorithm=angelspec"], False, True),
+        (["serve", "--model-path", "t", "--speculative-algorithm", "EAGLE"], True, False),
+        (["serve", "--model-path", "t"], True, False),
+        (["serve", "--config", "server.yaml"], True, True),
+        (["my_engine.py"], True, True),
+        (["my_engine.py"], False, False),
+    ],
+)
+def test_an_engine_without_the_algorithm_stays_sglangs_own(words: list[str], bundle: bool, wanted: bool) -> None:
+    assert plugin._is_wanted(words, {settings.BUNDLE_VARIABLE: "b.yaml"} if bundle else {}) is wanted
+
+
+def test_another_drafters_scheduler_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_ext import engine_hooks
+
+    monkeypatch.delenv(settings.BUNDLE_VARIABLE, raising=False)
+    controller, state = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=SimpleNamespace())), {"a": 1}
+    assert engine_hooks._add_state(lambda controller, state: "done", controller, state) == "done"
+    assert state == {"a": 1}
+    assert engine_hooks._update_handlers(lambda controller: {"dspark_force": 1}, controller) == {"dspark_force": 1}
 
 
 def test_it_answers_as_dspark_and_is_complete() -> None:

@@ -116,3 +116,8 @@ def test_requests_that_end_with_their_first_token_are_not_kept(bundle: Bundle) -
         book.rows([running], costs=None)
         forgotten += [known.rid for known in book.forget_idle()]
     assert forgotten == ["classified"] and [known.rid for known in book] == ["running"]
+    first = request("first")
+    book.rows([first], costs=None)
+    assert book.forget_idle(now=True) == []
+    first.finished = lambda: True
+    assert [known.rid for known in book.forget_idle(now=True)] == ["first"]
