@@ -106,7 +106,13 @@ class AngelSpecAlgorithm(CustomSpecAlgo):
         return SpeculativeAlgorithm.DSPARK.build_disagg_draft_input(*args, **kwargs)
 
 
-_SETTLED_BY_SGLANG = {"speculative_algorithm", "speculative_draft_model_quantization", "speculative_attention_mode"}
+_IN_THE_BUNDLE = (
+    "draft_model_path", "draft_model_revision", "num_steps", "eagle_topk", "num_draft_tokens", "dflash_block_size",
+    "dspark_block_size", "dspark_sps_table_path", "dspark_confidence_sts_path",
+    "dspark_align_verify_tokens_to_graph_tier", "accept_threshold_single", "accept_threshold_acc",
+    "use_rejection_sampling", "token_map", "draft_window_size", "draft_sink_size", "adaptive_config",
+)  # fmt: skip
+"""Settings of SGLang's speculation that say nothing here."""
 _NO_RAGGED_BLOCKS = "trtllm_mha"
 """Looks both ways in windows of one width only."""
 
@@ -121,13 +127,12 @@ def refuse_speculative(server_args: Any, ours: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: naming every one.
     """
+    defaults = {item.name: item.default for item in msgspec.structs.fields(ServerArgs)}
     wrong = []
-    for item in msgspec.structs.fields(ServerArgs):
-        if not item.name.startswith("speculative_") or item.name in {*_SETTLED_BY_SGLANG, *UNSUPPORTED, _DRAFT_BACKEND}:
-            continue
-        value = getattr(server_args, item.name)
-        if value not in (item.default, ours.get(item.name)):
-            wrong.append(f"--{item.name.replace('_', '-')} {value}")
+    for name in (f"speculative_{setting}" for setting in _IN_THE_BUNDLE):
+        value = getattr(server_args, name)
+        if value not in (defaults[name], ours.get(name)):
+            wrong.append(f"--{name.replace('_', '-')} {value}")
     if wrong:
         raise UnsupportedError(
             f"--speculative-algorithm {ALGORITHM} takes from its bundle what these would say: {', '.join(wrong)}",

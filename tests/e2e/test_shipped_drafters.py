@@ -96,7 +96,15 @@ def decoded(
     assert [source.source for source in sources] == [f"builtin:eval/{suite}"]
     read = read_sources(sources, recipe.data, responses="rollout")
     limit = settings.pop("prompts", recipe.evaluation.prompts_per_suite)
-    (prompts,) = suites_of(read.accepted, target, recipe, names=[suite], limit=limit)
+    (prompts,) = suites_of(
+        read.accepted,
+        target,
+        recipe,
+        names=[suite],
+        limit=limit,
+        quarantine=folder / "never-written",
+        say=pytest.fail,
+    )
     loaded = load_drafter(folder, geometry=target.geometry, embedding_VD=target.embedding_VD)
     drafter = loaded.drafter.eval().requires_grad_(False)
     proposer = drafter_proposer(drafter, target=target, name=recipe.name, shortlist=recipe.evaluation.shortlist)
