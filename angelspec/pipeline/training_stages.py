@@ -20,6 +20,7 @@ from angelspec.pipeline.estimates import amounts
 from angelspec.pipeline.stage import Estimate, Stage, StageOutput, Work
 from angelspec.training.distributed import announced_ranks
 from angelspec.training.families import WITHOUT_EFFECT, what_training_reads
+from angelspec.training.metrics import read_metrics
 from angelspec.training.run import make_features, train_drafter, trained_weights
 
 WEIGHTS = "drafter.safetensors"
@@ -143,6 +144,11 @@ def _run(work: Work, index: int) -> StageOutput:
         weights, length = initial, before.output.summary["held_out_accepted_length"]
         chosen = before.output.summary["chosen_from"]
         work.progress.say(f"  no gain over '{chosen}': its weights are kept")
+    elif before is None and initial is not None and (start := _length_at_start(work.folder)) > (length or 0.0):
+        work.progress.say(
+            f"  warning: the drafter that it started from has a held-out accepted length of {start:.3f} on these rows, "
+            f"the trained one {length:.3f}: lower training.stages.{chosen}.learning_rate_scale, or train longer"
+        )
     if work.session.ranks.is_first:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, work.folder / WEIGHTS)
     trained = rows["train"].summary()
@@ -161,6 +167,12 @@ def _run(work: Work, index: int) -> StageOutput:
         + (f"; {result.skipped_steps} non-finite steps skipped" if result.skipped_steps else "")
     )
     return StageOutput(_tensors_digest(weights), summary)
+
+
+def _length_at_start(folder: Path) -> float:
+    """Held-out accepted length before the first step; 0: it was not measured."""
+    measured = (event for event in read_metrics(folder) if event["kind"] == "held_out" and event["step"] == 0)
+    return next((event["accepted_length"] for event in measured), 0.0)
 
 
 def _features(

@@ -9,10 +9,11 @@ from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe_files import load_recipe
 from angelspec.drafters.checkpoint import inspect_checkpoint, load_drafter
 from angelspec.evaluation.report import Report
+from angelspec.pipeline import training_stages
 from angelspec.pipeline.plan import print_plan
 from angelspec.pipeline.progress import Progress
 from angelspec.pipeline.recipe_run import run_recipe
-from angelspec.training.metrics import read_metrics
+from angelspec.training.metrics import MetricsLog, read_metrics
 
 
 class Sayings(Progress):
@@ -50,7 +51,7 @@ def test_ends_with_a_checked_drafter_and_its_report(tmp_path, name):
     assert steps[-1]["stage"] == "end-to-end" and steps[0]["loss_token"] > 0
 
 
-def test_a_drafter_goes_on_from_another_one(tmp_path):
+def test_a_drafter_goes_on_from_another_one(tmp_path, monkeypatch):
     first = run_recipe(load_recipe("tiny-mtp-qwen3"), output=tmp_path / "a", store=tmp_path / "store", quiet=True)
 
     def goes_on(*changes):
@@ -58,10 +59,22 @@ def test_a_drafter_goes_on_from_another_one(tmp_path):
         recipe, said = load_recipe("tiny-mtp-qwen3", overrides=start), Sayings()
         again = run_recipe(recipe, output=tmp_path / "b", store=tmp_path / "store", quiet=True, progress=said)
         assert DrafterManifest.read(again).training.initial_checkpoint == str(first)
-        return [line for line in said.lines if "starts from" in line]
+        return [line for line in said.lines if "starts from" in line or "warning" in line]
 
+    log = MetricsLog(tmp_path / "log", resume_step=0)
+    for step, length in ((0, 3.9), (2, 1.1)):
+        log.write("held_out", step=step, stage="cold-start", values={"accepted_length": length})
+    log.close()
+    assert training_stages._length_at_start(tmp_path / "log") == 3.9
+    assert training_stages._length_at_start(tmp_path / "empty") == 0.0
+    monkeypatch.setattr(training_stages, "_length_at_start", lambda folder: 0.0)
     assert goes_on("training.on_policy=false") == []
     assert goes_on("mode=high-think") == ["  starts from a drafter of no-think answers; this one is for high-think"]
+    monkeypatch.setattr(training_stages, "_length_at_start", lambda folder: 3.9)
+    (warning,) = goes_on("training.seed=7")
+    assert "warning: the drafter that it started from has a held-out accepted length of 3.900" in warning
+    assert "training.stages.cold-start.learning_rate_scale" in warning
+    monkeypatch.setattr(training_stages, "_length_at_start", lambda folder: 0.0)
     manifest = DrafterManifest.read(first)
     other = manifest.model_copy(update={"target": manifest.target.model_copy(update={"digest": "ab" * 32})})
     other.write(first)
