@@ -32,7 +32,7 @@ def step_time_table(report: Report, *, temperature: float) -> Table:
         ("drafter, batch size", "draft", "verify", "sample", "step", f"needs where MTP reaches {PAPER_MTP_LENGTH:g}"),
         tuple(rows),
         caption=f"One step of the whole batch, reference loop, on {report.machine.description}, "
-        f"{report.machine.threads} threads. The last column is the paper's table 8 (on its engine: {paper}).",
+        f"{report.machine.threads_in_words}. The last column is the paper's table 8 (on its engine: {paper}).",
     )
 
 

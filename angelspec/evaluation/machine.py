@@ -23,6 +23,11 @@ class Machine(BaseModel):
     threads: int
     """torch's threads."""
 
+    @property
+    def threads_in_words(self) -> str:
+        """``1 thread``, ``2 threads``."""
+        return f"{self.threads} thread{'' if self.threads == 1 else 's'}"
+
     @classmethod
     def here(cls, device: torch.device | str = "cpu") -> Machine:
         """Describe this machine."""

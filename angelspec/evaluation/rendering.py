@@ -47,7 +47,7 @@ def to_markdown(report: Report, *, plots: Mapping[str, str] = MappingProxyType({
             f"seed {report.settings.seed}, "
             + ("no cut" if cut is None else f"D-cut, keep ratio {'auto' if cut.ratio is None else cut.ratio}"),
         ),
-        ("machine", f"{report.machine.description}, {report.machine.threads} threads"),
+        ("machine", f"{report.machine.description}, {report.machine.threads_in_words}"),
         ("versions", ", ".join(f"{name} {number}" for name, number in report.versions.items())),
         ("measured", report.created),
     ]

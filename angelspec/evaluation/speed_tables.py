@@ -36,7 +36,7 @@ def speed_table(report: Report) -> Table:
         ("suite", "plain", *names),
         tuple(rows),
         caption=f"Same prompts in turns, batch {' or '.join(map(str, batches))}, on {report.machine.description}, "
-        f"{report.machine.threads} threads. The loop is written to be read, not to be fast.",
+        f"{report.machine.threads_in_words}. The loop is written to be read, not to be fast.",
     )
 
 

@@ -115,7 +115,7 @@ def _measurement(folder: Path, *, drafter: str) -> Measurement | None:
     report = Report.load(folder / REPORT_FILE)
     settings = report.settings
     return Measurement(
-        machine=f"{report.machine.description}, {report.machine.threads} threads",
+        machine=f"{report.machine.description}, {report.machine.threads_in_words}",
         versions=report.versions,
         settings=f"up to {settings.max_new_tokens} tokens, batch {settings.batch_size}, seed {settings.seed}, "
         f"target in {report.target.dtype}, "
