@@ -33,7 +33,7 @@ TOLERANCE = 0.04
 """Of an accepted length: another processor rounds the target's bfloat16 otherwise, and some answers change."""
 SUITES = ("chat", "code", "math")
 SAMPLE = {"suite": "math", "prompts": 6, "tokens": 48}
-LEAST = {"smollm2-dfly-nothink": 1.6, "smollm2-dfly-highthink": 1.6}
+LEAST = {"smollm2-dfly-nothink": 1.6, "smollm2-mtp-nothink": 1.3, "smollm2-dfly-highthink": 1.6}
 """Accepted length on the sample; random weights have 1.0, and so do taps, an alignment or a mode that are wrong."""
 PATH_OF_A_MACHINE = re.compile(r"(?<![\w.:/])/(?:home|root|tmp|work|users|mnt|data)/", re.IGNORECASE)
 
@@ -49,7 +49,7 @@ def entry(request: pytest.FixtureRequest) -> RegisteredDrafter:
 
 def test_the_drafters_of_the_embedded_target_ship():
     assert {(entry.algorithm, entry.mode) for entry in SHIPPED.values()} == {
-        ("dfly", "no-think"), ("dfly", "high-think"),
+        ("dfly", "no-think"), ("mtp", "no-think"), ("dfly", "high-think"),
     }  # fmt: skip
     weights = sum(path.stat().st_size for entry in SHIPPED.values() for path in folder_of(entry).glob("*.safetensors"))
     assert 0 < weights <= MOST_BYTES
