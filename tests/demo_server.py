@@ -199,7 +199,7 @@ class Steps:
         asked = label.get("route", "auto")
         self.drafter = (best if asked == "auto" else asked) if server.extension else "ar"
         self.why = (
-            f"{best} 61.0 tokens/s expected for code at 1 rows" if asked == "auto" else "asked for by the request"
+            f"{best} 61.0 tokens/s expected for code at 1 row" if asked == "auto" else "asked for by the request"
         )
         self.cut = label.get("dcut", "auto") != "off"
         prompt = body["messages"][-1]["content"]

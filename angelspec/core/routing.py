@@ -169,7 +169,8 @@ def _by_load(
     if not ranking:
         return Route(names, False, ratio, f"step costs are not measured for {batch_size} rows")
     expected = ", ".join(_shown(option) for option in ranking)
-    why = f"chosen step by step; expected for {workload} at {batch_size} rows: {expected}"
+    rows = "1 row" if batch_size == 1 else f"{batch_size} rows"
+    why = f"chosen step by step; expected for {workload} at {rows}: {expected}"
     order = [option.drafter for option in ranking if option.drafter is not None]
     return Route((*order, *(name for name in names if name not in order)), False, ratio, why)
 

@@ -91,7 +91,7 @@ def test_the_bundles_rules_come_before_load_and_do_not_force():
 
 def test_load_decides_among_the_drafters_of_the_mode():
     alone = _route(costs=_costs(slot=0.0005, block=(0.012, 0.02)))
-    assert alone.drafters == ("dfly", "mtp")
+    assert alone.drafters == ("dfly", "mtp") and "chat at 1 row: dfly " in alone.why
     crowded = _route(costs=_costs(slot=0.0005, block=(0.012, 0.02)), batch_size=32)
     assert crowded.drafters == ("mtp", "dfly")
     assert "chosen step by step; expected for chat at 32 rows: mtp " in crowded.why
@@ -100,7 +100,7 @@ def test_load_decides_among_the_drafters_of_the_mode():
 def test_plain_decoding_is_a_choice_like_the_others():
     dear = _route(costs=_costs(slot=0.05))
     assert set(dear.drafters) == {"mtp", "dfly"}
-    assert "rows: ar " in dear.why
+    assert "row: ar " in dear.why
 
 
 def test_the_workload_counts():
