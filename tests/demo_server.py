@@ -198,9 +198,7 @@ class Steps:
         best = "dfly" if self.mode == "no-think" else "dfly-think"
         asked = label.get("route", "auto")
         self.drafter = (best if asked == "auto" else asked) if server.extension else "ar"
-        self.why = (
-            f"{best} 61.0 tokens/s expected for code at 1 row" if asked == "auto" else "asked for by the request"
-        )
+        self.why = f"{best} 61.0 tokens/s expected for code at 1 row" if asked == "auto" else "asked for by the request"
         self.cut = label.get("dcut", "auto") != "off"
         prompt = body["messages"][-1]["content"]
         text = (THINKING if self.mode == "high-think" else "") + f"“{prompt}”\n\n{server.answer}"

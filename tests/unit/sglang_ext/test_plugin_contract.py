@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -93,6 +92,7 @@ def test_what_cannot_be_combined_is_refused_by_name(changes: dict[str, Any], wor
 
 def arguments(**changes: Any) -> SimpleNamespace:
     """SGLang's, as they are where nothing is said."""
+    import msgspec
     from sglang.srt.server_args import ServerArgs
 
     return SimpleNamespace(**{item.name: item.default for item in msgspec.structs.fields(ServerArgs)} | changes)
