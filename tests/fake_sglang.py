@@ -211,9 +211,6 @@ def _handler(server: FakeSGLang):
                 else:
                     self.reply(400, {"object": "error", "message": str(error), "type": "BadRequest", "code": 400})
                 return
-            with server.lock:
-                server.running += 1
-                server.most_running = max(server.most_running, server.running)
             try:
                 if body.get("stream"):
                     self.stream(job, body, native=native)
@@ -224,9 +221,6 @@ def _handler(server: FakeSGLang):
             except (BrokenPipeError, ConnectionResetError):
                 server.disconnected.append(job.rid)
                 self.close_connection = True
-            finally:
-                with server.lock:
-                    server.running -= 1
 
         def job(self, body, *, native):
             parameters = body["sampling_params"] if native else body
@@ -250,7 +244,17 @@ def _handler(server: FakeSGLang):
             return Job(body.get("rid", "none"), steps, record, name, reason)
 
         def steps(self, job):
-            """Does the steps one after another; yields each one's tokens."""
+            """Does the steps one after another; yields each one's tokens. Ended before a client knows it."""
+            with server.lock:
+                server.running += 1
+                server.most_running = max(server.most_running, server.running)
+            try:
+                yield from self.each_step(job)
+            finally:
+                with server.lock:
+                    server.running -= 1
+
+        def each_step(self, job):
             depth = {d.name: d.depth for d in server.bundle.drafters}.get(job.name, 0)
             for tokens in job.steps:
                 time.sleep(server.behaviour.step_seconds)
