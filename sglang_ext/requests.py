@@ -24,7 +24,7 @@ _KEEP_IDLE, _LOOK_EVERY = 4096, 32
 """Requests that were not seen for so many steps are forgotten, and how often it is looked for them."""
 
 
-@dataclass
+@dataclass(eq=False)
 class ServedRequest:
     """One request."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from angelspec.core.errors import DataError
-from angelspec.data.reasons import Reason, RowRefused, count_reasons, reasons_table
+from angelspec.data.reasons import Reason, RowRefused, count_reasons, table_below
 from angelspec.data.tokenised import TokenisedRow
 
 
@@ -88,7 +88,7 @@ def fit_rows(rows: Iterable[TokenisedRow], *, max_document_tokens: int, block_si
             result.kept.append(fitted)
             result.num_cut += len(fitted) < len(row)
     if not result.kept:
-        table = "".join(f"\n  {line}" for line in reasons_table(result.counts).splitlines())
+        table = table_below(result.counts)
         raise DataError(
             f"no row can be trained on ({len(result.dropped):,} rows){table}",
             mend="raise pack.row_length or pack.max_document_tokens, or give rows with longer answers",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from angelspec.core.errors import DataError
 from angelspec.core.files import write_text_atomic
-from angelspec.data.reasons import Rejection, count_reasons, reasons_table
+from angelspec.data.reasons import Rejection, count_reasons, table_below
 
 _SHOWN = 5
 
@@ -53,7 +53,7 @@ def require_usable(
         )
     shown = "".join(f"\n  {row}" for row in rejected[:_SHOWN])
     more = f"\n  … and {len(rejected) - _SHOWN:,} more" if len(rejected) > _SHOWN else ""
-    table = "".join(f"\n  {line}" for line in reasons_table(counts).splitlines())
+    table = table_below(counts)
     place = f"see {quarantine}, then " if quarantine is not None else ""
     mend = f"{place}mend the rows" if total else "check the path and that the file was copied whole"
     raise DataError(f"{problem}{table}{shown}{more}", mend=mend)

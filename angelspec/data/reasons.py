@@ -192,6 +192,16 @@ def count_reasons(reasons: Iterable[Reason | Remark]) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
+def listed(counts: Mapping[str, int]) -> str:
+    """``12 word, 3 other``."""
+    return ", ".join(f"{count} {word}" for word, count in counts.items())
+
+
+def table_below(counts: Mapping[str, int]) -> str:
+    """``reasons_table`` to follow a message's first line, indented; empty for no counts."""
+    return "".join(f"\n  {line}" for line in reasons_table(counts).splitlines())
+
+
 def reasons_table(counts: Mapping[str, int]) -> str:
     """Lines of ``count  word  explanation``; empty for no counts."""
     if not counts:

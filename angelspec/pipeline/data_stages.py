@@ -19,7 +19,7 @@ from angelspec.data.decontaminate import decontaminate
 from angelspec.data.fitting import fit_rows
 from angelspec.data.quarantine import require_usable, write_quarantine
 from angelspec.data.reading import read_sources
-from angelspec.data.reasons import count_reasons, reasons_table
+from angelspec.data.reasons import count_reasons, listed, table_below
 from angelspec.data.rollout import rollout_shards, what_answers_depend_on
 from angelspec.data.rounds import Round, first_round, next_round, visible_answer
 from angelspec.data.sources import locate
@@ -131,8 +131,8 @@ def _run_prompts(work: Work, data: DataSection) -> StageOutput:
 
 
 def _say_refused(work: Work, what: str, kept: int, counts: Mapping[str, int], where: Path) -> None:
-    refused = ", ".join(f"{count} {reason}" for reason, count in counts.items())
-    work.progress.say(f"  {what}: {kept} conversations" + (f"; refused: {refused} (see {where})" if refused else ""))
+    refused = f"; refused: {listed(counts)} (see {where})" if counts else ""
+    work.progress.say(f"  {what}: {kept} conversations{refused}")
 
 
 def prompts_stage(data: DataSection) -> Stage:
@@ -268,7 +268,7 @@ def _run_rollout(work: Work) -> StageOutput:
         "finish_reasons": reasons,
         "refused": refused,
     }
-    ended = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+    ended = listed(dict(sorted(reasons.items())))
     work.progress.say(f"  {len(records)} answers, {summary['answer_tokens']:,} tokens; ended by: {ended}")
     return StageOutput(fingerprint([file_sha256(path) for path in paths]), summary)
 
@@ -353,8 +353,7 @@ def _run_pack(work: Work) -> StageOutput:
         dropped.update(count_reasons(item.reason for item in given.rejected))
         summary["noted"] = count_reasons(note.remark for note in given.notes)
         if summary["noted"]:
-            noted = ", ".join(f"{count} {remark}" for remark, count in summary["noted"].items())
-            work.progress.say(f"  given answers: {noted}")
+            work.progress.say(f"  given answers: {listed(summary['noted'])}")
     else:
         rollout = work.before["rollout"]
         shards = [rollout.folder / name for name in rollout.output.summary["shards"]]
@@ -364,9 +363,8 @@ def _run_pack(work: Work) -> StageOutput:
             max_repeated_share=recipe.rollout.max_repeated_share,
         )
         if not selected.kept:
-            table = "".join(f"\n  {line}" for line in reasons_table(selected.counts).splitlines())
             raise DataError(
-                f"no answer of the rollout is kept{table}",
+                f"no answer of the rollout is kept{table_below(selected.counts)}",
                 mend="raise rollout.max_new_tokens, or let rollout.keep_finish_reasons or rollout.max_repeated_share "
                 "keep more",
             )
@@ -390,7 +388,7 @@ def _run_pack(work: Work) -> StageOutput:
             f"supervised tokens ({facts['supervised_share']:.0%} of {facts['tokens']:,})"
         )
     if dropped:
-        work.progress.say("  left out: " + ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())))
+        work.progress.say(f"  left out: {listed(dict(sorted(dropped.items())))}")
     write_json_atomic(work.folder / "summary.json", summary)
     return StageOutput(fingerprint(digests), summary)
 

@@ -12,7 +12,7 @@ from angelspec.data.chat import chat_format, prompt_rows
 from angelspec.data.conversation import Conversation
 from angelspec.data.quarantine import require_usable, write_quarantine
 from angelspec.data.reading import read_sources
-from angelspec.data.reasons import count_reasons
+from angelspec.data.reasons import count_reasons, listed
 from angelspec.data.rounds import first_round
 from angelspec.decoding.block_proposer import BlockProposer
 from angelspec.decoding.lookup import LookupProposer
@@ -58,7 +58,7 @@ def evaluation_prompts(
         recipe.data.evaluation, recipe.data, responses="rollout", classify=classify, quarantine=quarantine
     )
     if read.counts:
-        say(f"  evaluation: {len(read.accepted)} conversations; refused: {_counted(read.counts)} (see {quarantine})")
+        say(f"  evaluation: {len(read.accepted)} conversations; refused: {listed(read.counts)} (see {quarantine})")
     return read.accepted
 
 
@@ -115,11 +115,7 @@ def suites_of(
 
 def _refused(suite: Suite) -> str:
     """What of a suite's source is not measured, in words."""
-    return f"evaluation suite '{suite.name}': prompts refused: {_counted(suite.refused)}"
-
-
-def _counted(reasons: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+    return f"evaluation suite '{suite.name}': prompts refused: {listed(suite.refused)}"
 
 
 def mixed_suite(suites: Sequence[Suite], count: int) -> Suite:

@@ -151,7 +151,7 @@ def test_a_whole_run_with_a_control():
     assert [w.choice for w in result.windows[6:9]] == ["dfly", CONTROL, "ar"]
     assert result.faults == []
     dfly = result.cell(traffic="code", concurrency=2, choice="dfly")
-    assert 1.2 < dfly.speedup < 4.5  # 3 on a quiet machine
+    assert 1.5 < dfly.speedup < 4.5
     assert dfly.speedup_low < dfly.speedup < dfly.speedup_high
     assert 2.0 < dfly.accepted_length <= 4.0
     assert result.cell(traffic="code", concurrency=1, choice="ar").speculative_share == 0.0
