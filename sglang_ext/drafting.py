@@ -1,12 +1,14 @@
 """Runs the drafters of an engine: entries at prefill, and proposals for some rows of a batch.
 
-Shapes: N tokens of all rows, B rows that are drafted for, K proposals, V vocabulary, D hidden.
+Shapes: N tokens of all rows, B rows that are drafted for, K proposals, W slots of a
+row, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from sglang_ext.models.drafters import AngelSpecDrafters
 from sglang_ext.models.served import ServedMtp
 from sglang_ext.pending import PendingStates, Waiting
 from sglang_ext.ranks import Ranks
+from sglang_ext.requests import ServedRequest
 from sglang_ext.transfer import on_device
 
 
@@ -139,6 +142,52 @@ class DraftRunner:
         ]
         self.enter(full, slots, anchors=anchors)
         return bool(full)
+
+    def keep(
+        self,
+        rows: Sequence[ServedRequest],
+        slots: Sequence[int],
+        *,
+        kept: Sequence[int],
+        committed: Sequence[int],
+        output: Any,
+        block_BW: Tensor,
+    ) -> bool:
+        """The states of a step's committed tokens wait for their entries.
+
+        Args:
+            rows: the batch's requests.
+            slots: theirs, of the request pool.
+            kept: verified proposals by row.
+            committed: of each row's slots, the first so many.
+            output: SGLang's, with states of all verified slots, row by row.
+            block_BW: anchors and proposals.
+
+        Returns:
+            whether entries were written to make room.
+        """
+        chosen = [index for index, known in enumerate(rows) if known.states_of]
+        if not chosen:
+            return False
+        by_mode: dict[tuple[str, ...], list[int]] = {}
+        for index in chosen:
+            by_mode.setdefault(rows[index].states_of, []).append(index)
+        entered = False
+        for names, indices in by_mode.items():
+            anchor_B = block_BW[on_device(indices, block_BW.device), 0]
+            room = max(committed[i] for i in indices)
+            entered |= self.make_room(names, [slots[i] for i in indices], anchors=anchor_B, room=room)
+        first = [0, *accumulate(number + 1 for number in kept)]
+        token = [(first[i] + step, i, step) for i in chosen for step in range(committed[i])]
+        index_N, row_N, offset_N = on_device([list(part) for part in zip(*token, strict=True)], block_BW.device)
+        self.pending.append(
+            [slots[i] for i in chosen],
+            [committed[i] for i in chosen],
+            taps_NF=output.hidden_states[index_N],
+            hidden_ND=output.last_hidden_states[index_N],
+            token_N=block_BW[row_N, offset_N],
+        )
+        return entered
 
     @torch.inference_mode()
     def draft(self, name: str, rows: DraftRows) -> Drafts:

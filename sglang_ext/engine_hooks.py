@@ -97,9 +97,9 @@ def describe(worker: Any) -> dict[str, Any]:
         "speculation": "on" if worker.speculation else "off",
         "drafters": [place.drafter.model_dump(mode="json", include=_SHOWN) for place in plan.places],
         "acceptance": [item.model_dump(mode="json") for item in bundle.acceptance],
-        "costs": None if worker.measured_costs is None else worker.measured_costs.model_dump(mode="json"),
+        "costs": None if worker.costs.measured is None else worker.costs.measured.model_dump(mode="json"),
         "calibrations": {name: one.model_dump(mode="json") for name, one in worker.calibrations.items()},
         "draft_bytes_per_token": plan.draft_numbers_per_token * worker.draft_model_runner.kv_cache_dtype.itemsize,
         "ratios": list(ratios) if ratios else None,
-        "counters": worker.counters.as_dict(),
+        "counters": worker.ledger.counters.as_dict(),
     }

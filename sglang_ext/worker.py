@@ -14,13 +14,11 @@ import logging
 import math
 import time
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from angelspec.core.bundle import PLAIN
 from angelspec.core.calibration import Calibration
 from angelspec.core.engine import WAITING_STATES
 from angelspec.core.geometry import TargetGeometry
@@ -31,10 +29,11 @@ from sglang_ext import compat
 from sglang_ext.accept import accept, draw
 from sglang_ext.answers import TOKENS_KEY, opening
 from sglang_ext.clock import StepMarks, StepTimer, step_clock
-from sglang_ext.cost_tracking import CostTracker
 from sglang_ext.drafting import DraftRows, DraftRunner, PromptRun
 from sglang_ext.engine_hooks import check_applied
-from sglang_ext.metrics import Counters, StepReport
+from sglang_ext.ledger import Ledger
+from sglang_ext.live_costs import LiveCosts
+from sglang_ext.metrics import StepReport
 from sglang_ext.models.graphs import cuda_recorder, graph_sizes
 from sglang_ext.outcome import Outcome
 from sglang_ext.penalties import RowPenalties, is_penalised
@@ -48,10 +47,6 @@ from sglang_ext.transfer import on_device
 from sglang_ext.verification import add_logprobs, adjust_logits, verify
 
 logger = logging.getLogger(__name__)
-_LOOK_EVERY = 16
-"""Steps between two looks at whether costs have drifted."""
-_PAUSE = 20.0
-"""A step that took so many times what it was to take was interrupted: it says nothing of the costs."""
 _BROKEN_AT_MOST = 3
 """A request whose drafts were not finite so often is decoded plainly from then on."""
 
@@ -78,9 +73,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         self._drop_epilogue()
         self.model_runner.model.logits_processor.keep_last_hidden_states = True
         self.requests = RequestBook(self.plan.bundle)
-        self.counters = Counters()
         self.ranks = Ranks(compat.get_parallel().tp_group)
-        self._exporter = Exporter() if self.server_args.enable_metrics and self.ranks.is_first else None
+        self.ledger = Ledger(Exporter() if self.server_args.enable_metrics and self.ranks.is_first else None)
         self.speculation = True
         """Whether steps may be drafted for; an operator switches it."""
         self._width = self.verify_num_draft_tokens
@@ -89,7 +83,6 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         self._owner: dict[int, str] = {}
         self._timer = StepTimer(step_clock(self.device))
         self._step_ended: tuple[Any, tuple[str, ...]] | None = None
-        self._tracked = 0
         self._weights_changed = False
         self._outcome: Outcome | None = None
         self._kept = torch.cuda.Event() if str(self.device).startswith("cuda") else None
@@ -139,7 +132,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
 
     def _active(self) -> str:
         """What is active, in a line."""
-        bundle, plain = self.plan.bundle, self.costs.seconds(1, drafted={}, slots=1)
+        costs, bundle = self.costs.current, self.plan.bundle
+        plain = None if costs is None else costs.seconds(1, drafted={}, slots=1)
         drafters = [
             f"{place.drafter.name} ({place.drafter.algorithm or place.drafter.family}, {place.drafter.mode}, "
             f"{place.drafter.depth} proposals)"
@@ -152,8 +146,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
 
     def use_costs(self, costs: StepCosts | None) -> None:
         """Plan by these costs from now on; None: by none, so that only rows whose request names a drafter draft."""
-        self.costs = self.measured_costs = costs
-        self._tracker = None if costs is None else CostTracker(costs)
+        self.costs = LiveCosts(costs, ranks=self.ranks, counters=self.ledger.counters)
         self._planner = StepPlanner.of(self.plan.bundle, costs or StepCosts())
         for known in list(self.requests):
             self._open(known)
@@ -193,7 +186,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         )
 
     def _rows(self, reqs: Any) -> list[ServedRequest]:
-        rows, new = self.requests.rows(reqs, costs=self.costs)
+        rows, new = self.requests.rows(reqs, costs=self.costs.current)
         for known in new:
             self._planner.close(known.rid)
             self._open(known)
@@ -208,13 +201,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         """Close requests that the book has dropped."""
         for known in idle:
             if known.req.finished():
-                self._count_finished(known)
+                self.ledger.finish(known)
             self._planner.close(known.rid)
-
-    def _count_finished(self, known: ServedRequest) -> None:
-        self.counters.finish(known)
-        if self._exporter is not None:
-            self._exporter.finish(known)
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """Called when a decoding request ends, before its tokens go to the prefix cache."""
@@ -229,7 +217,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             if self._kept is not None:  # this is another stream than the one that keeps states
                 torch.cuda.current_stream().wait_event(self._kept)
             self._ready().enter(known.states_of, [known.slot], anchors=known.anchor)
-        self._count_finished(known)
+        self.ledger.finish(known)
         self._planner.close(known.rid)
 
     # ----------------------------------------------------------------------------------------------- prefill
@@ -265,7 +253,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
                 known.penalties, known.already_put_out = None, tuple(known.req.output_ids)
             self._owner[slot], known.slot, known.anchor = known.rid, slot, None
             known.prefilled_to = known.length = start + count
-            self.counters.prefill(start=start, continues=continues, again=bool(known.record.steps))
+            self.ledger.counters.prefill(start=start, continues=continues, again=bool(known.record.steps))
             if known.states_of:
                 runs.setdefault(known.states_of, []).append(PromptRun(slot, start, begin, begin + count))
             begin += count
@@ -349,7 +337,11 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         for index, known in enumerate(rows):
             known.anchor = outcome.bonus_B[index : index + 1]
             known.length += committed[index]
-        self._keep(drafts, rows, slots, kept, committed, output, block_BW)
+        if drafts.keep(rows, slots, kept=kept, committed=committed, output=output, block_BW=block_BW):
+            # it read the table of slots after the target did, whose event says that nobody reads it any more
+            self.last_shared_read_runner.shared_read_done_event = None
+        if self._kept is not None:
+            self._kept.record()
         output.hidden_states = output.last_hidden_states = None
         verified, verify_end = time.perf_counter(), self._timer.mark()
 
@@ -385,14 +377,18 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
                 other_seconds=prepared - began + time.perf_counter() - verified,
             )
         )
-        self._track()
+        for timed in self._timer.passed():
+            self.ledger.time(timed.times)
+            self.costs.observe(timed)
+        if self.costs.renewed():
+            self._planner.use(self.costs.current)
         return result
 
     def _follow(self, drafts: DraftRunner, rows: list[ServedRequest], slots: list[int], lengths: list[int]) -> None:
         """Rows whose states were not seen up to here (they should be) begin anew, and are counted."""
         for known, slot, length in zip(rows, slots, lengths, strict=True):
             if known.states_of and drafts.pending.length[slot] != length:
-                self._fall_back("lost states")
+                self.ledger.fall_back("lost states")
                 drafts.pending.reset(slot, length)
 
     def _begin(self, rows: list[ServedRequest]) -> Step:
@@ -424,13 +420,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
                 values = []  # nothing of it is verified
             confidences[index] = values
 
-    def _fall_back(self, reason: str) -> None:
-        self.counters.fall_back(reason)
-        if self._exporter is not None:
-            self._exporter.fall_back(reason)
-
     def _broken(self, known: ServedRequest, name: str) -> None:
-        self._fall_back("draft not finite")
+        self.ledger.fall_back("draft not finite")
         known.broken_drafts += 1
         if known.broken_drafts == _BROKEN_AT_MOST:
             logger.error("drafter %s gives numbers that are not finite: %s goes on without it", name, known.rid)
@@ -448,57 +439,6 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
                     device=str(self.device),
                 )
 
-    def _keep(
-        self, drafts: DraftRunner, rows: list[ServedRequest], slots: list[int], kept: list[int], committed: list[int],
-        output: Any, block_BW: Tensor,
-    ) -> None:  # fmt: skip
-        """The states of the committed tokens wait for their entries."""
-        chosen = [index for index, known in enumerate(rows) if known.states_of]
-        if not chosen:
-            return
-        by_mode: dict[tuple[str, ...], list[int]] = {}
-        for index in chosen:
-            by_mode.setdefault(rows[index].states_of, []).append(index)
-        for names, indices in by_mode.items():
-            room = max(committed[i] for i in indices)
-            anchor_B = block_BW[on_device(indices, self.device), 0]
-            if drafts.make_room(names, [slots[i] for i in indices], anchors=anchor_B, room=room):
-                # it read the table of slots after the target did, whose event says that nobody reads it any more
-                self.last_shared_read_runner.shared_read_done_event = None
-        first = [0, *accumulate(number + 1 for number in kept)]
-        token = [(first[i] + step, i, step) for i in chosen for step in range(committed[i])]
-        index_N, row_N, offset_N = on_device([list(part) for part in zip(*token, strict=True)], self.device)
-        drafts.pending.append(
-            [slots[i] for i in chosen],
-            [committed[i] for i in chosen],
-            taps_NF=output.hidden_states[index_N],
-            hidden_ND=output.last_hidden_states[index_N],
-            token_N=block_BW[row_N, offset_N],
-        )
-        if self._kept is not None:
-            self._kept.record()
-
-    def _track(self) -> None:
-        """Keep the costs true by what past steps took, each from the end of the one before."""
-        for timed in self._timer.passed():
-            self.counters.time(timed.times)
-            if self._exporter is not None:
-                self._exporter.time(timed.times)
-            if self._tracker is None:
-                continue
-            foretold = self.costs.seconds(timed.batch_size, drafted=timed.drafted, slots=timed.slots)
-            if timed.taken is not None and foretold is not None and timed.taken < _PAUSE * foretold:
-                self.counters.cost(foretold=foretold, taken=timed.taken)
-            self._tracker.observe(timed)
-        self._tracked += 1
-        if self._tracker is None or self._tracked % _LOOK_EVERY:
-            return
-        drifted = self.ranks.is_first and self._tracker.drifted()
-        costs = self.ranks.agree(self._tracker.current() if drifted else None)
-        if costs is not None:
-            self.costs = costs
-            self._planner.use(costs)
-
     def _settle(self) -> None:
         """Learn from the last step, but for rows whose request had ended before it."""
         outcome, self._outcome = self._outcome, None
@@ -510,13 +450,4 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             if self.requests.get(known.rid) is known:
                 self._planner.close(known.rid)
                 self._open(known)
-        report = self.counters.step(outcome.report.without(outcome.ended))
-        rows = [known for row, known in enumerate(outcome.rows) if row not in outcome.ended]
-        for known, name, drafted, kept, number in zip(
-            rows, report.routes, report.drafted, report.verified, report.committed, strict=True
-        ):
-            known.record.add(
-                name or PLAIN, committed=number, drafted=drafted if name else 0, verified=kept if name else 0
-            )
-        if self._exporter is not None:
-            self._exporter.step(report, [known.workload for known in rows])
+        self.ledger.step(outcome)

@@ -253,9 +253,9 @@ def test_the_engines_page_holds_what_is_read(monkeypatch):
     page = engine_hooks.describe(
         SimpleNamespace(
             speculation=True,
-            measured_costs=StepCosts(),
+            costs=SimpleNamespace(measured=StepCosts()),
             calibrations={"dfly": Calibration(slope=0.5)},
-            counters=Counters(),
+            ledger=SimpleNamespace(counters=Counters()),
             draft_model_runner=runner,
         )
     )
