@@ -73,6 +73,13 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
         "verify_lens", "graph_num_tokens", "verify_lens_cpu", "total_verify_tokens",
     ),
     f"{_DSPARK}dspark_worker_v2:DSparkWorkerV2._decode_idle_result": ("on_publish",),
+    f"{_DSPARK}dspark_worker_v2:DSparkWorkerV2.note_request_finished": ("rid", "natural_stop"),
+    f"{_DSPARK}dspark_worker_v2:DSparkWorkerV2.weight_update_runners": (),
+    f"{_DSPARK}dspark_worker_v2:DSparkWorkerV2.init_cuda_graphs": (),
+    f"{_DSPARK}dspark_worker_v2:DSparkWorkerV2.prewarm_sampling": (),
+    f"{_DSPARK}dspark_worker_v2:DSparkWorkerV2.carries_confidence": (),
+    f"{_DSPARK}dspark_worker_v2:DSparkWorkerV2.get_confidence_budget_prepare": (),
+    f"{_SRT}plugins.hook_registry:HookRegistry._patched": (),
     f"{_DSPARK}dspark_worker_v2:DSparkWorkerV2.last_shared_read_runner": (),
     f"{_DSPARK}dspark_verify:TargetVerifyExecutor._run_ragged": (
         "batch", "layout", "ragged_window", "sampling_info", "kv_loc_plan",

@@ -156,7 +156,9 @@ def _read(drafter: BundleDrafter) -> BlockDrafterConfig | MtpDrafterConfig:
     path = Path(drafter.source) / "config.json"
     if not path.is_file():
         raise BundleError(
-            f"drafter '{drafter.name}': {path} does not exist", mend="name the folder of an exported drafter"
+            f"drafter '{drafter.name}': {path} does not exist",
+            mend="name the folder of an exported drafter; hub and registered names are resolved by `angelspec serve "
+            "--bundle FILE`, whose --dry-run writes such a bundle and prints SGLang's own command",
         )
     findings = Findings()
     config = read_config(json.loads(path.read_text(encoding="utf-8")), findings)

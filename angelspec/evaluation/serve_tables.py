@@ -10,17 +10,15 @@ from rich.console import Console
 from angelspec.core.files import write_text_atomic
 from angelspec.evaluation.tables import MISSING, Table, number, percent
 from angelspec.serving.bench_result import BenchResult, Cell, Choice
+from angelspec.serving.intervals import Ratio
 
 REPORT_FILE = "serve-bench.md"
 
 
 def bench_tables(result: BenchResult) -> list[Table]:
     """Every table, in reading order: for each prompt set its speeds, then what explains them."""
-    tables = []
-    for traffic in result.prompt_sets:
-        tables += [
-            table(result, traffic=traffic.name) for table in (speed_table, speedup_table, user_table, draft_table)
-        ]
+    of_traffic = (speed_table, speedup_table, user_table, user_ratio_table, draft_table)
+    tables = [table(result, traffic=traffic.name) for traffic in result.prompt_sets for table in of_traffic]
     tables.append(time_table(result))
     return [table for table in tables if table.rows]
 
@@ -61,6 +59,18 @@ def user_table(result: BenchResult, *, traffic: str) -> Table:
 
     caption = "tokens/s of one user, time to first token"
     return _by_concurrency(result, f"Users: {traffic}", traffic=traffic, cell=shown, caption=caption)
+
+
+def user_ratio_table(result: BenchResult, *, traffic: str) -> Table:
+    """Concurrency by choice: per-user speed and time to first token against plain decoding's."""
+
+    def shown(cell: Cell, choice: Choice) -> str:
+        if choice.name == result.baseline:
+            return MISSING
+        return ", ".join(_ratio(ratio) for ratio in (cell.user_speedup, cell.first_token_ratio))
+
+    caption = f"speed of one user and time to first token over those of {result.baseline}, with 95 % intervals"
+    return _by_concurrency(result, f"Users against plain: {traffic}", traffic=traffic, cell=shown, caption=caption)
 
 
 def draft_table(result: BenchResult, *, traffic: str) -> Table:
@@ -173,6 +183,13 @@ def _by_concurrency(
             cells = (MISSING if member is None else cell(member, choice) for choice, member in found)
             rows.append((str(concurrency), *cells))
     return Table(title, ("concurrency", *(choice.name for choice in result.choices)), tuple(rows), caption)
+
+
+def _ratio(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return MISSING
+    interval = "" if ratio.low is None or ratio.high is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
+    return f"{ratio.value:.2f}×{interval}"
 
 
 def _speculates(result: BenchResult, choice: Choice) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
@@ -14,7 +14,7 @@ from angelspec.core.acceptance import AcceptanceCounts, pool
 from angelspec.core.errors import DataError
 from angelspec.core.files import read_json, write_json_atomic
 from angelspec.serving.answers import EngineCounters, EngineState
-from angelspec.serving.intervals import paired_ratio
+from angelspec.serving.intervals import Ratio, paired_ratio
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 CONTROL = "control"
@@ -32,6 +32,8 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
         "with a 95 % t interval of the paired logarithms; one repeat gives no interval",
         "per-user speed": "answer tokens after a request's first event over the time they took, over all requests",
         "time to first token": "from sending a request to its first token, median over requests; over repeats: mean",
+        "against plain": "per-user speed and time to first token over plain decoding's of the same repeat, with means "
+        "and intervals as for the speedup",
         "accepted length": "tokens committed per verify step, bonus included, plain steps too, pooled over all steps",
         "kept ratio": "verified slots over drafted slots, anchors counted, pooled over all steps",
         "share of speculative steps": "verify steps that were drafted for over all verify steps, of all requests",
@@ -145,7 +147,11 @@ class Cell(BaseModel):
     speedup_low: float | None
     speedup_high: float | None
     user_tokens_per_second: float | None
+    user_speedup: Ratio | None = None
+    """Of the per-user speed, against plain decoding."""
     first_token_seconds: float | None
+    first_token_ratio: Ratio | None = None
+    """Of the time to the first token to plain decoding's."""
     accepted_length: float | None
     kept_ratio: float | None
     speculative_share: float | None
@@ -261,10 +267,13 @@ def _cell(windows: Sequence[Window], traffic: str, concurrency: int, choice: str
 
     ours, plain = of(choice), of(baseline)
     repeats = sorted(ours)
-    ratio = paired_ratio(
-        [ours[r].tokens_per_second for r in repeats],
-        [plain[r].tokens_per_second if r in plain else None for r in repeats],
-    )
+
+    def against_plain(figure: Callable[[Window], float | None]) -> Ratio | None:
+        return paired_ratio(
+            [figure(ours[r]) for r in repeats], [figure(plain[r]) if r in plain else None for r in repeats]
+        )
+
+    ratio = against_plain(lambda window: window.tokens_per_second)
     members = [ours[r] for r in repeats]
     seconds = sum(w.seconds for w in members)
     tokens = sum(w.tokens for w in members)
@@ -280,6 +289,8 @@ def _cell(windows: Sequence[Window], traffic: str, concurrency: int, choice: str
         speedup_low=ratio.low if ratio else None,
         speedup_high=ratio.high if ratio else None,
         user_tokens_per_second=_over_requests(members),
+        user_speedup=against_plain(lambda window: window.user_tokens_per_second),
+        first_token_ratio=against_plain(lambda window: window.first_token_median),
         first_token_seconds=_mean([w.first_token_median for w in members]),
         accepted_length=acceptance.mean_accepted_length,
         kept_ratio=acceptance.kept_ratio,

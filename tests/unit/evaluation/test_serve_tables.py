@@ -14,6 +14,7 @@ from angelspec.evaluation.serve_tables import (
     speed_table,
     speedup_table,
     time_table,
+    user_ratio_table,
     user_table,
 )
 
@@ -35,6 +36,8 @@ def test_cells(result):
     assert row[2].startswith("[0.97, 3.7")  # sqrt(2.0 * 1.8) = 1.897, over two repeats
     assert row[3] == "[1.10, 1.10]"
     assert user_table(result, traffic="code").rows[0][2] == "10.0, 200 ms"
+    (row,) = user_ratio_table(result, traffic="code").rows
+    assert row[1:] == ("–", *["1.00× [1.00, 1.00], 1.00× [1.00, 1.00]"] * 2)
     assert draft_table(result, traffic="code").rows[0][1:] == ("–", "100.0 %, 0.50", "–")
 
 

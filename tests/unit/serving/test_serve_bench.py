@@ -119,6 +119,9 @@ def test_cells_by_hand():
     assert dfly.speculative_share == pytest.approx((15 + 10) / (30 + 10))
     assert dfly.first_token_seconds == pytest.approx(0.3)
     assert dfly.user_tokens_per_second == pytest.approx((4 * 10.0 + 12 * 30.0) / 16)
+    assert dfly.user_speedup.value == pytest.approx((1.0 * 3.0) ** 0.5)
+    assert dfly.first_token_ratio.value == pytest.approx((2.0 * 1.0) ** 0.5)
+    assert dfly.first_token_ratio.low < 1 < dfly.first_token_ratio.high
     assert (dfly.windows, dfly.too_short, dfly.failures) == (2, 1, 1)
 
 

@@ -20,6 +20,17 @@ def test_the_installed_sglang_is_what_is_expected() -> None:
     compat.check_contract()
 
 
+def test_whatever_the_worker_overrides_is_expected() -> None:
+    from sglang_ext.worker import AngelSpecWorker
+
+    (above,) = AngelSpecWorker.__bases__
+    ours = (name for name, value in vars(AngelSpecWorker).items() if callable(value) or isinstance(value, property))
+    overridden = {name for name in ours if hasattr(above, name)}
+    expected = {place.rpartition(".")[2] for place in compat.SIGNATURES if f":{above.__name__}." in place}
+    assert "prewarm_sampling" in overridden
+    assert overridden - expected == set()
+
+
 @pytest.mark.parametrize(("found", "words"), [("0.5.22", "SGLang 0.5.22 is installed"), (None, "not installed")])
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, found: str | None, words: str) -> None:
     monkeypatch.setattr(compat, "installed_version", lambda: found)
