@@ -38,7 +38,9 @@ class StepTimes:
 
     draft: float
     plan: float
+    """Learning from the step before, choosing drafters and cuts, and packing what is verified; of the host."""
     verify: float
+    """The target's forward, drawing, accepting, and keeping states."""
     other: float
 
 

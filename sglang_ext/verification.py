@@ -18,7 +18,7 @@ from sglang_ext.requests import ServedRequest
 from sglang_ext.transfer import on_device
 
 
-class _Packed(NamedTuple):
+class Window(NamedTuple):
     """The verified slots of a batch, row by row: what SGLang's executor reads of its own window."""
 
     verify_ids: Tensor
@@ -27,11 +27,11 @@ class _Packed(NamedTuple):
     window_index: Tensor
 
 
-class Verified(NamedTuple):
-    """What the target said of a batch."""
+class Packed(NamedTuple):
+    """The slots that are to be verified."""
 
-    output: Any
-    """SGLang's, with logits and states of N slots."""
+    window: Window
+    """N slots, and behind them what pads a captured graph."""
     row_N: Tensor
     """Batch row of each slot."""
     offset_N: Tensor
@@ -40,18 +40,14 @@ class Verified(NamedTuple):
     """Of each slot's token in its sequence."""
     layout: Any
     """SGLang's, with the slots of each row."""
-    graphed: bool
-    """Whether a CUDA graph ran."""
 
 
-def verify(executor: Any, runner: Any, batch: Any, window: Any, block_BW: Tensor, kept: Sequence[int]) -> Verified:
-    """Run the target over each row's anchor and its first ``kept`` proposals.
+def pack(runner: Any, window: Any, block_BW: Tensor, kept: Sequence[int]) -> Packed:
+    """Each row's anchor and its first ``kept`` proposals, side by side.
 
     Args:
-        executor: SGLang's, of ragged verification.
         runner: SGLang's runner of the target.
-        batch: SGLang's.
-        window: places of W slots per row.
+        window: SGLang's places of W slots per row.
         block_BW: anchors and proposals.
         kept: proposals per row.
     """
@@ -67,7 +63,7 @@ def verify(executor: Any, runner: Any, batch: Any, window: Any, block_BW: Tensor
     )
     rows = [row for row, wide in enumerate(widths) for _ in range(wide)]
     row_N, offset_N = on_device([rows, [slot for wide in widths for slot in range(wide)]], device)
-    packed = _Packed(
+    packed = Window(
         verify_ids=block_BW[row_N, offset_N],
         positions=window.positions_2d[row_N, offset_N],
         verify_cache_loc=window.verify_cache_loc_2d[row_N, offset_N],
@@ -76,19 +72,34 @@ def verify(executor: Any, runner: Any, batch: Any, window: Any, block_BW: Tensor
     position_N = packed.positions
     if padded > total:  # a captured graph has more slots; what stands in them is read by nobody
         more = (0, padded - total)
-        packed = _Packed(*(F.pad(item, more) for item in packed[:3]), F.pad(packed.window_index, more, value=-1))
+        packed = Window(*(F.pad(item, more) for item in packed[:3]), F.pad(packed.window_index, more, value=-1))
+    return Packed(packed, row_N, offset_N, position_N, layout)
+
+
+def verify(executor: Any, batch: Any, packed: Packed, plan: Any) -> tuple[Any, bool]:
+    """Run the target over packed slots.
+
+    Args:
+        executor: SGLang's, of ragged verification.
+        batch: SGLang's.
+        packed: what is verified.
+        plan: SGLang's, of the places of their keys and values.
+
+    Returns:
+        SGLang's output, with logits and states of N slots, and whether a CUDA graph ran.
+    """
     forward = executor._run_ragged(
         batch=batch,
-        layout=layout,
-        ragged_window=packed,
+        layout=packed.layout,
+        ragged_window=packed.window,
         sampling_info=batch.sampling_info,
-        kv_loc_plan=window.kv_loc_plan,
+        kv_loc_plan=plan,
     )
-    output = forward.logits_output
-    if padded > total:
+    output, total = forward.logits_output, packed.row_N.shape[0]
+    if packed.window.verify_ids.shape[0] > total:
         for name in ("next_token_logits", "hidden_states", "last_hidden_states"):
             setattr(output, name, getattr(output, name)[:total])
-    return Verified(output, row_N, offset_N, position_N, layout, forward.can_run_cuda_graph)
+    return output, forward.can_run_cuda_graph
 
 
 def adjust_logits(

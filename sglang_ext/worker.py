@@ -44,7 +44,7 @@ from sglang_ext.ranks import Ranks
 from sglang_ext.requests import RequestBook, ServedRequest
 from sglang_ext.settings import check_target, current_plan
 from sglang_ext.transfer import on_device
-from sglang_ext.verification import add_logprobs, adjust_logits, verify
+from sglang_ext.verification import add_logprobs, adjust_logits, pack, verify
 
 logger = logging.getLogger(__name__)
 _BROKEN_AT_MOST = 3
@@ -277,6 +277,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             return self._decode_idle_result(on_publish=on_publish)
         began = time.perf_counter()
         self._settle()
+        learnt = time.perf_counter()
         self._take_weights()
         drafts, rows = self._ready(), self._rows(batch.reqs)
         draft_input, size, width = batch.spec_info, len(batch.reqs), self._width
@@ -308,10 +309,11 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         else:
             kept = [0] * size
             step = replace(step, kept=tuple(kept))
-        cut_done, verifying = time.perf_counter(), self._timer.mark()
+        packed = pack(self.model_runner, window, block_BW, kept)
+        row_N, offset_N = packed.row_N, packed.offset_N
+        was_packed, verifying = time.perf_counter(), self._timer.mark()
 
-        seen = verify(self._verify_executor, self.model_runner, batch, window, block_BW, kept)
-        output, row_N, offset_N = seen.output, seen.row_N, seen.offset_N
+        output, graphed = verify(self._verify_executor, batch, packed, window.kv_loc_plan)
         info, logits_NV = batch.sampling_info, output.next_token_logits
         self._open_penalties(rows)
         adjust_logits(batch, rows, logits_NV, row_N, block_BW, kept=kept, barrier=grammar_barrier)
@@ -321,10 +323,10 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             logits_NV.clone() if keeps_logits else logits_NV,
             info,
             row_N=row_N,
-            position_N=seen.position_N,
+            position_N=packed.position_N,
         )
         self.ranks.sync(drawn_N)
-        kept_B = seen.layout.verify_lens.to(torch.int64) - 1
+        kept_B = packed.layout.verify_lens.to(torch.int64) - 1
         outcome = accept(drawn_N, block_BW[:, 1:], row_N=row_N, offset_N=offset_N, kept_B=kept_B)
         commit_B = outcome.correct_B + 1
         new_lengths_B = batch.seq_lens + commit_B
@@ -349,8 +351,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             logits_output=output,
             next_token_ids=outcome.tokens_BW.reshape(-1),
             accept_lens=commit_B.to(torch.int32),
-            cap_lens=seen.layout.verify_lens.to(torch.int32),
-            can_run_cuda_graph=seen.graphed,
+            cap_lens=packed.layout.verify_lens.to(torch.int32),
+            can_run_cuda_graph=graphed,
             next_draft_input=compat.make_draft_input_v2(bonus_tokens=outcome.bonus_B, new_seq_lens=new_lengths_B),
             speculative_num_draft_tokens=width,
             new_seq_lens=new_lengths_B,
@@ -360,7 +362,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             drafted=[len(one) for one in confidences],
             verified=kept,
             committed=committed,
-            graphed=bool(seen.graphed),
+            graphed=bool(graphed),
             reasons={row: known.plain_because for row, known in enumerate(rows) if known in self._given_up},
         )
         self._outcome = Outcome(step, rows, result.angelspec_step, outputs)
@@ -373,8 +375,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
                 drafting=(drafting, draft_end),
                 verifying=(verifying, verify_end),
                 before=before[0] if before is not None and before[1] == step.requests else None,
-                plan_seconds=planned - prepared + cut_done - drafted,
-                other_seconds=prepared - began + time.perf_counter() - verified,
+                plan_seconds=learnt - began + planned - prepared + was_packed - drafted,
+                other_seconds=prepared - learnt + time.perf_counter() - verified,
             )
         )
         for timed in self._timer.passed():
