@@ -5,8 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
+
+_STATED = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="A field of the drafter's configuration that its config.json lacks, such as block_size=8; may repeat.",
+)
 
 
 @click.group()
@@ -48,12 +57,13 @@ def schema_command() -> None:
 
 @checkpoint.command("check")
 @click.argument("path", type=click.Path(path_type=Path))
+@_STATED
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def check_command(path: Path, as_json: bool) -> None:
+def check_command(path: Path, settings: tuple[str, ...], as_json: bool) -> None:
     """Say by name what is wrong with the drafter folder or file PATH; exit 1 if anything is."""
     from angelspec.drafters.checkpoint import examine_checkpoint
 
-    found = examine_checkpoint(path)
+    found = examine_checkpoint(path, overrides=_fields(settings))
     problems = found.problems
     if as_json:
         rows = [{"code": p.code, "key": p.key, "detail": p.detail, "mend": p.mend} for p in problems]
@@ -75,19 +85,56 @@ def check_command(path: Path, as_json: bool) -> None:
     "--to",
     "dialect",
     required=True,
-    help="angelspec (any drafter), dflash (DFlash), dspark (DSpark), qwen3 (dense MTP) or hy3 (MTP with experts).",
+    help="angelspec (any drafter), dflash (DFlash), dspark (DSpark), qwen3 (dense MTP), hy3 (MTP with experts), sglang "
+    "(the one of these that SGLang loads by itself) or vllm-speculators (DFlash and DSpark).",
 )
 @click.option(
     "--target",
     "target_folder",
     type=click.Path(path_type=Path),
-    help="The target's folder: hy3 keeps its config.json, qwen3 is a full copy of it.",
+    help="The target's folder: hy3 keeps its config.json, qwen3 is a full copy of it, vllm-speculators names its kind.",
 )
-def convert_command(path: Path, output: Path, dialect: str, target_folder: Path | None) -> None:
+@_STATED
+def convert_command(
+    path: Path, output: Path, dialect: str, target_folder: Path | None, settings: tuple[str, ...]
+) -> None:
     """Write the drafter PATH to the folder OUTPUT under the tensor and configuration names of another loader."""
     from angelspec.drafters.checkpoint import convert_checkpoint
 
-    click.echo(f"written: {convert_checkpoint(path, output, dialect=dialect, target_folder=target_folder)}")
+    written = convert_checkpoint(
+        path, output, dialect=dialect, target_folder=target_folder, overrides=_fields(settings)
+    )
+    click.echo(f"written: {written}")
+
+
+def _fields(settings: tuple[str, ...]) -> dict[str, Any]:
+    """What the caller states of a drafter's configuration.
+
+    Raises:
+        CheckpointError: no ``=``, no YAML, or a field that no drafter has.
+    """
+    from angelspec.core.drafter_config import BlockDrafterConfig, MtpDrafterConfig
+    from angelspec.core.errors import CheckpointError, suggest
+    from angelspec.core.yaml_text import YamlError, parse_yaml
+
+    known = {**BlockDrafterConfig.model_fields, **MtpDrafterConfig.model_fields}
+    fields: dict[str, Any] = {}
+    for setting in settings:
+        name, separator, text = setting.partition("=")
+        if not separator:
+            raise CheckpointError(
+                f"--set '{setting}' is not of the form FIELD=VALUE", mend="such as --set block_size=8"
+            )
+        if name not in known:
+            raise CheckpointError(
+                f"--set '{setting}': no drafter has a field '{name}'{suggest(name, known)}",
+                mend=f"fields: {', '.join(sorted(known))}",
+            )
+        try:
+            fields[name] = parse_yaml(text)
+        except YamlError as error:
+            raise CheckpointError(f"--set '{setting}': the value is no YAML ({error})") from None
+    return fields
 
 
 @checkpoint.command("card")

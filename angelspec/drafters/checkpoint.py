@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -22,7 +22,7 @@ from angelspec.core.errors import CheckpointError, TargetError, suggest
 from angelspec.core.files import is_free, read_json, replace_folder, restore_folder, write_json_atomic
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.manifest import DrafterManifest
-from angelspec.drafters.config_dialects import dialects_of, holds_a_target, is_foreign, read_config, write_config
+from angelspec.drafters.config_dialects import dialect_called, holds_a_target, is_foreign, read_config, write_config
 from angelspec.drafters.experts import keeps_float32
 from angelspec.drafters.families import Drafter, build_drafter
 from angelspec.drafters.key_dialects import (
@@ -176,7 +176,7 @@ def save_drafter(
     *,
     dtype: torch.dtype | None = None,
     manifest: DrafterManifest | None = None,
-    dialect: Dialect = "angelspec",
+    dialect: Dialect | Literal["sglang"] = "angelspec",
     embedding_VD: Tensor | None = None,
     target_folder: Path | None = None,
 ) -> Path:
@@ -187,21 +187,17 @@ def save_drafter(
         folder: of the export.
         dtype: of the tensors written, but for what chooses experts (``experts.keeps_float32``); None: the parameters'.
         manifest: written beside the weights.
-        dialect: names and configuration keys; see ``key_dialects.Dialect``.
+        dialect: names and configuration keys; see ``key_dialects.Dialect``; sglang: the one that SGLang loads.
         embedding_VD: the target's embedding, if a copy is wanted; servers take it from the target.
-        target_folder: the target's, for the dialects hy3, which keeps its ``config.json``, and qwen3, which is a full
-            copy of it.
+        target_folder: the target's, for the dialects hy3, which keeps its ``config.json``, qwen3, which is a full
+            copy of it, and vllm-speculators, which may name what it is.
 
     Raises:
         CheckpointError: the dialect can't express this drafter, a weight is not finite, the target does not fit, or
             ``folder`` holds something other than an export.
     """
     config = drafter.config
-    if dialect not in dialects_of(config):
-        raise CheckpointError(
-            f"dialect '{dialect}' can't express {_described(config)}",
-            mend=f"use one of: {', '.join(dialects_of(config))}",
-        )
+    dialect = dialect_called(dialect, config)
     tensors = {key: value.detach() for key, value in drafter.state_dict().items()}
     if embedding_VD is not None and dialect not in ("hy3", "qwen3"):
         tensors[EMBEDDING_KEY] = embedding_VD.detach()
@@ -216,9 +212,12 @@ def save_drafter(
         tensors = public_tensors(tensors, config, dialect)
     else:
         tensors = {public_key(key, dialect): value for key, value in tensors.items()}
-    target_config = read_target_config(target_folder, dialect) if dialect in ("hy3", "qwen3") else None
+    needed = dialect in ("hy3", "qwen3") or (dialect == "vllm-speculators" and target_folder is not None)
+    target_config = read_target_config(target_folder, dialect) if needed else None
+    source = "" if manifest is None else manifest.target.source
+    target_name = source.removeprefix("hf:") if source.startswith("hf:") else None
     name = str(dtype or drafter.dtype).removeprefix("torch.")
-    written = write_config(config, dialect=dialect, dtype=name, target_config=target_config)
+    written = write_config(config, dialect=dialect, dtype=name, target_config=target_config, target_name=target_name)
     _check_reads_back(config, written, dialect)
     folder = Path(folder)
     restore_folder(folder)
@@ -260,12 +259,6 @@ def _is_export(folder: Path) -> bool:
     return config is not None and not holds_a_target(config) and not is_foreign(config)
 
 
-def _described(config: BlockDrafterConfig | MtpDrafterConfig) -> str:
-    if isinstance(config, MtpDrafterConfig):
-        return f"an MTP drafter with mlp '{config.mlp}'" + ("" if config.qk_norm else " and qk_norm false")
-    return f"a drafter of context '{config.context}' and head '{config.head}'"
-
-
 def _check_reads_back(
     config: BlockDrafterConfig | MtpDrafterConfig, written: Mapping[str, Any], dialect: Dialect
 ) -> None:
@@ -283,7 +276,7 @@ def convert_checkpoint(
     path: Path,
     folder: Path,
     *,
-    dialect: Dialect,
+    dialect: Dialect | Literal["sglang"],
     overrides: Mapping[str, Any] | None = None,
     target_folder: Path | None = None,
 ) -> Path:

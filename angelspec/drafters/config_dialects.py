@@ -12,12 +12,12 @@ told apart:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
 from angelspec.core.drafter_config import ALGORITHM_PARTS, BlockDrafterConfig, DrafterConfig, MtpDrafterConfig
-from angelspec.core.errors import suggest
+from angelspec.core.errors import CheckpointError, suggest
 from angelspec.core.geometry import Rope, TargetGeometry, spread_layer_ids
 from angelspec.drafters.config_reader import NESTED, ConfigReader
 from angelspec.drafters.key_dialects import Dialect
@@ -28,9 +28,13 @@ from angelspec.drafters.mtp_config_dialects import (
     write_mtp_config,
 )
 from angelspec.drafters.problem import Findings
+from angelspec.drafters.speculators_config import flattened, is_speculators, write_speculators_config
 
 OWN_SECTION = "angelspec"
 """Key under which our exports keep the whole configuration in one spelling."""
+_SGLANG = "sglang"
+_LOADED_BY_SGLANG: set[Dialect] = {"dflash", "dspark", "hy3"}
+"""What SGLang loads without the extension."""
 _OWN_ARCHITECTURE = "AngelSpecBlockDrafter"
 """For combinations without a public name."""
 _SERVED_DSPARK = "Qwen3DSparkModel"
@@ -64,6 +68,11 @@ def read_config(
         overrides: fields of our configuration that the file lacks or has wrong, stated by the caller.
     """
     before = len(findings.problems)
+    if is_speculators(config):
+        flat = flattened(config, findings)
+        if flat is None:
+            return None
+        config = flat
     if is_foreign(config):
         _algorithm(config, findings)
         return None
@@ -244,7 +253,7 @@ def _target_fields(
 def is_foreign(config: Mapping[str, Any]) -> bool:
     """Whether a parsed ``config.json`` is that of a model which neither is a drafter nor can hold one."""
     name = _architecture(config)
-    return name is not None and name not in (*_ARCHITECTURES, *MTP_ARCHITECTURES)
+    return name is not None and name not in (*_ARCHITECTURES, *MTP_ARCHITECTURES) and not is_speculators(config)
 
 
 def holds_a_target(config: Mapping[str, Any]) -> bool:
@@ -257,14 +266,45 @@ def dialects_of(config: DrafterConfig) -> tuple[Dialect, ...]:
     if isinstance(config, MtpDrafterConfig):
         return mtp_dialects_of(config)
     if (config.context, config.head) == ("projection", "none") and not config.confidence_head:
-        return ("angelspec", "dflash")
+        return ("angelspec", "dflash", "vllm-speculators")
     if (config.context, config.head) == ("projection", "markov"):
-        return ("angelspec", "dspark")
+        return ("angelspec", "dspark", "vllm-speculators")
     return ("angelspec",)
 
 
+def dialect_called(name: str, config: DrafterConfig) -> Dialect:
+    """The dialect of this name; ``sglang`` is the one of the drafter's that SGLang loads by itself.
+
+    Raises:
+        CheckpointError: there is none, or it can't say this drafter.
+    """
+    possible: dict[str, Dialect] = {dialect: dialect for dialect in dialects_of(config)}
+    for dialect in set(possible) & _LOADED_BY_SGLANG:
+        possible[_SGLANG] = dialect
+    if name in possible:
+        return possible[name]
+    raise CheckpointError(
+        f"dialect '{name}' can't express {_described(config)}"
+        if name in (*get_args(Dialect), _SGLANG)
+        else f"there is no dialect '{name}'{suggest(name, possible)}",
+        mend=f"use one of: {', '.join(possible)}"
+        + ("" if name != _SGLANG else "; `angelspec serve` takes every drafter as it is"),
+    )
+
+
+def _described(config: DrafterConfig) -> str:
+    if isinstance(config, MtpDrafterConfig):
+        return f"an MTP drafter with mlp '{config.mlp}'" + ("" if config.qk_norm else " and qk_norm false")
+    return f"a drafter of context '{config.context}' and head '{config.head}'"
+
+
 def write_config(
-    config: DrafterConfig, *, dialect: Dialect, dtype: str, target_config: Mapping[str, Any] | None = None
+    config: DrafterConfig,
+    *,
+    dialect: Dialect,
+    dtype: str,
+    target_config: Mapping[str, Any] | None = None,
+    target_name: str | None = None,
 ) -> dict[str, Any]:
     """``config.json`` of an export.
 
@@ -272,8 +312,13 @@ def write_config(
         config: ours.
         dialect: one of :func:`dialects_of`.
         dtype: of the tensors that are written, e.g. "bfloat16".
-        target_config: parsed ``config.json`` of the target, for the dialects that keep it (hy3, qwen3).
+        target_config: parsed ``config.json`` of the target, for the dialects that keep it (hy3, qwen3) or name what it
+            is (vllm-speculators).
+        target_name: the target's on the hub, for vllm-speculators.
     """
+    if dialect == "vllm-speculators" and isinstance(config, BlockDrafterConfig):
+        architectures = list((target_config or {}).get("architectures") or [])
+        return write_speculators_config(config, dtype=dtype, verifier=target_name, architectures=architectures)
     if isinstance(config, MtpDrafterConfig):
         written = write_mtp_config(config, dialect=dialect, dtype=dtype, target_config=target_config)
     else:

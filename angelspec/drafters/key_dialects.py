@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-Dialect = Literal["angelspec", "dflash", "dspark", "hy3", "qwen3"]
+Dialect = Literal["angelspec", "dflash", "dspark", "hy3", "qwen3", "vllm-speculators"]
 """angelspec: AngelSpec's own names, every drafter. dflash: what z-lab, SGLang and vLLM load as DFlash. dspark: what
 SGLang loads as Qwen3DSparkModel. hy3: an MTP layer as Hy3 carries its own, under the target's configuration. qwen3: an
-MTP layer inside a full copy of a Qwen3 target."""
+MTP layer inside a full copy of a Qwen3 target. vllm-speculators: DFlash and DSpark as the speculators library writes
+them for vLLM."""
 
 _PREFIXES = ("draft_model.", "module.")
 _TO_NATIVE = {
