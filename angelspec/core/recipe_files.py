@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from angelspec.core.errors import AngelspecError, RecipeError, suggest
 from angelspec.core.locations import resource_folder
 from angelspec.core.recipe import Recipe, drafter_family
 from angelspec.core.recipe_resolution import resolve, validate
 from angelspec.core.yaml_text import YamlError, parse_yaml
 
+RECIPE_FILE = "recipe.yaml"
+"""A resolved recipe, beside what came of it."""
 _META_KEYS = ("base", "presets", "abstract")
 
 
@@ -108,15 +112,20 @@ def load_recipe(name_or_path: str, *, preset: str | None = None, overrides: Sequ
     return resolve(validate(document, where=f"{path}{' with' if changed else ''}{changed}"))
 
 
+def recipe_text(recipe: Recipe) -> str:
+    """A resolved recipe as the file that runs it again."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
 def run_command(recipe: Recipe) -> str:
-    """The command that runs a resolved recipe again: by its name where that is a shipped one, unchanged."""
+    """The command that runs a resolved recipe again: by its name where that is a shipped one, unchanged; else by the
+    file that lies beside every exported drafter."""
     for shipped in list_recipes():
         if shipped.name == recipe.name:
             for preset in (None, *shipped.presets):
                 if load_recipe(shipped.name, preset=preset) == recipe:
                     return f"angelspec recipe run {recipe.name}" + (f" --preset {preset}" if preset else "")
-    reading = "import json; print(json.dumps(json.load(open('angelspec_manifest.json'))['recipe']))"
-    return f'python -c "{reading}" > recipe.yaml && angelspec recipe run recipe.yaml'
+    return f"angelspec recipe run {RECIPE_FILE}"
 
 
 def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from angelspec.core.errors import CheckpointError
 from angelspec.core.files import LFS_START, read_json
 from angelspec.core.fingerprint import file_sha256
 from angelspec.core.manifest import MANIFEST_FILE
+from angelspec.core.recipe_files import RECIPE_FILE
 from angelspec.core.trained_template import TEMPLATE_FILE
 from angelspec.hub.redaction import holds_a_token
 
@@ -30,10 +31,10 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl")
 ALLOWED = (
     CARD_FILE, LICENSE_FILE, CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE, INDEX_FILE, "report.json", "report.md",
-    LOAD_TEST_FILE, TEMPLATE_FILE, "training/metrics.jsonl",
+    LOAD_TEST_FILE, RECIPE_FILE, TEMPLATE_FILE, "training/metrics.jsonl",
 )  # fmt: skip
 """Paths that go, besides shards of the weights and the report's plots (*.png beside it)."""
-_TEXTS = (".md", ".json", ".jsonl", ".txt", ".jinja")
+_TEXTS = (".md", ".json", ".jsonl", ".yaml", ".txt", ".jinja")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from angelspec.core.errors import AngelspecError
 from angelspec.core.files import file_states, read_json
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.locations import cache_folder
+from angelspec.core.recipe_files import RECIPE_FILE
 from angelspec.core.registry import load_registry
 from angelspec.hub.pull import cached, drafter_cache, fetch_lock, forget, is_partial, pointers
 from angelspec.pipeline.record import RECORD_FILE, RUN_LOCK, read_record
@@ -31,7 +32,7 @@ _DAY = 86400.0
 _UNFINISHED_FOR = 1 / 24
 """Days without a change after which a half-written copy is taken for abandoned."""
 _STAGE = re.compile(r"[a-z][a-z0-9-]*-[0-9a-f]{16}")
-_RUN_FILES = ("recipe.yaml", RECORD_FILE, "comparison.json")
+_RUN_FILES = (RECIPE_FILE, RECORD_FILE, "comparison.json")
 _NUMBER = r"\d+(?:\.\d*)?|\.\d+"
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _AGES = {"h": 1 / 24, "d": 1.0, "w": 7.0, "m": 30.0}
@@ -131,6 +132,8 @@ def _item(path: Path, what: str, *, named_by: tuple[str, ...] = (), locks: tuple
 def _run_folders(runs: Path) -> Iterator[Path]:
     if runs.is_dir():
         for path in sorted(runs.iterdir()):
+            if (path / "config.json").is_file():  # a drafter that somebody put here, with its recipe
+                continue
             if path.is_dir() and any((path / name).is_file() for name in _RUN_FILES):
                 yield path
 

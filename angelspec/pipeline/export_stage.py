@@ -15,6 +15,7 @@ from angelspec.core.files import write_text_atomic
 from angelspec.core.fingerprint import file_sha256, fingerprint
 from angelspec.core.manifest import DrafterManifest, MeasuredAcceptance, TargetIdentity, TrainedStage, TrainingRecord
 from angelspec.core.recipe import Recipe
+from angelspec.core.recipe_files import RECIPE_FILE, recipe_text
 from angelspec.core.trained_template import TEMPLATE_FILE
 from angelspec.evaluation.report import REPORT_FILE, Report
 from angelspec.evaluation.results import SuiteResult
@@ -131,6 +132,7 @@ def _run_export(work: Work) -> StageOutput:
     if recipe.target.chat_template is not None:
         shutil.copyfile(Path(recipe.target.chat_template).expanduser(), folder / TEMPLATE_FILE)
     hashes = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
+    write_text_atomic(folder / RECIPE_FILE, recipe_text(recipe))
     for path in sorted(report_folder.glob("*")):
         if path.is_file() and path.suffix in (".json", ".md", ".png") and path.name != "stage.json":
             shutil.copyfile(path, folder / path.name)
@@ -153,7 +155,7 @@ def export_stage(recipe: Recipe) -> Stage:
             does=f"write the drafter in {recipe.export.dtype} as a Hugging Face folder with its manifest and report",
             disk_bytes=amounts(recipe).drafter_parameters * BYTES_OF[recipe.export.dtype],
         ),
-        version=2,
+        version=3,
     )
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import yaml
-
 from angelspec.core.files import replace_folder, restore_folder, write_text_atomic
 from angelspec.core.recipe import Recipe
+from angelspec.core.recipe_files import RECIPE_FILE, recipe_text
 from angelspec.drafters.checkpoint import require_replaceable
 from angelspec.evaluation.rendering import print_report
 from angelspec.evaluation.report import Report
@@ -57,9 +56,8 @@ def run_recipe(
         )
         return drafter
     progress = progress or Progress(quiet=quiet)
-    resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     with only_run_in(output), progress.running():
-        write_text_atomic(output / "recipe.yaml", resolved)
+        write_text_atomic(output / RECIPE_FILE, recipe_text(recipe))
         record = RunRecord(output)
         session.ranks.barrier()
         stages = stages_of(recipe, data=HubCommits(store, progress.say).pin(recipe.data))

@@ -16,6 +16,7 @@ import torch
 from angelspec.core.acceptance import AcceptanceCounts
 from angelspec.core.locations import resource_folder
 from angelspec.core.manifest import MANIFEST_FILE, DrafterManifest
+from angelspec.core.recipe_files import RECIPE_FILE, recipe_text
 from angelspec.core.registry import RegisteredDrafter, load_registry
 from angelspec.data.reading import read_sources
 from angelspec.decoding.proposers import drafter_proposer
@@ -23,7 +24,9 @@ from angelspec.drafters.checkpoint import examine_checkpoint, load_drafter
 from angelspec.evaluation.acceptance import measure
 from angelspec.evaluation.report import REPORT_FILE, Report
 from angelspec.evaluation.suites import Suite
+from angelspec.hub.card import write_card
 from angelspec.hub.card_metadata import card_problems
+from angelspec.pipeline.card_facts import base_model, card_facts
 from angelspec.pipeline.measuring import suites_of
 from angelspec.pipeline.session import Session
 
@@ -73,6 +76,28 @@ def test_the_registry_says_what_its_manifest_says(entry):
     assert drafter.num_proposals == entry.proposals
     assert getattr(drafter, "block_size", None) == entry.block_size
     assert manifest.target.name == "smollm2-135m-instruct"
+
+
+def test_card_recipe_and_manifest_say_the_same(entry):
+    """The card is what its facts make of it today, and the recipe that lies beside is the manifest's."""
+    folder, manifest = folder_of(entry), DrafterManifest.read(folder_of(entry))
+    facts = card_facts(folder, manifest, name=entry.name, license=entry.license, base=base_model(manifest))
+    assert (folder / "README.md").read_text(encoding="utf-8") == write_card(facts)
+    assert (folder / RECIPE_FILE).read_text(encoding="utf-8") == recipe_text(manifest.recipe)
+
+
+def test_the_report_says_what_the_manifest_says(entry):
+    folder, manifest = folder_of(entry), DrafterManifest.read(folder_of(entry))
+    report = Report.load(folder / REPORT_FILE)
+    measured = {(cell.suite, cell.temperature) for cell in manifest.acceptance}
+    assert measured == {(suite.name, at) for suite in report.suites for at in report.settings.temperatures}
+    for cell in manifest.acceptance:
+        for counts, finished in ((cell.finished, True), (cell.unfinished, False)):
+            pooled = report.pooled(
+                manifest.recipe.name, temperature=cell.temperature, finished=finished, suites=[cell.suite],
+                workloads=[cell.workload],
+            )  # fmt: skip
+            assert counts == pooled.counts
 
 
 def test_its_files_name_no_machine(entry):
@@ -138,12 +163,19 @@ def test_its_figures_come_out_again(entry, suite, sessions):
 
 def test_the_bundle_of_the_demo_holds_them():
     from angelspec.cli import serving_parts
-    from angelspec.core.bundle import load_bundle
+    from angelspec.core.bundle import load_bundle, of_checkpoint
+    from angelspec.core.model_content import content_digest
     from angelspec.serving.resolving import resolve_bundle
 
     bundle = load_bundle(resource_folder("checkpoints") / "bundle.yaml")
     assert {drafter.source for drafter in bundle.drafters} == set(SHIPPED)
     resolved = resolve_bundle(bundle, parts=serving_parts.parts())
     assert {Path(drafter.source) for drafter in resolved.bundle.drafters} == set(map(folder_of, SHIPPED.values()))
-    measured = {(line.drafter, line.workload) for line in bundle.acceptance}
-    assert measured >= {(drafter.name, kind) for drafter in bundle.drafters for kind in ("chat", "code", "math")}
+    expected = []
+    for drafter in bundle.drafters:
+        folder = folder_of(SHIPPED[drafter.source])
+        known, acceptance = of_checkpoint(DrafterManifest.read(folder), name=drafter.name, source=drafter.source)
+        assert drafter == known.model_copy(update={"digest": content_digest(folder)})
+        expected += acceptance
+    assert list(bundle.acceptance) == expected
+    assert {line.workload for line in expected} == {"chat", "code", "math"}

@@ -8,12 +8,13 @@ import re
 import pytest
 
 from angelspec.core.errors import RecipeError
-from angelspec.core.manifest import MANIFEST_FILE
 from angelspec.core.recipe_files import (
+    RECIPE_FILE,
     apply_override,
     check_recipe,
     load_recipe,
     merge,
+    recipe_text,
     run_command,
 )
 from angelspec.core.recipe_resolution import unused_token_ids
@@ -230,11 +231,13 @@ def test_a_folder_without_config_is_named(tmp_path):
     assert "config.json" in refusal("target.name=null", f"target.source=folder:{tmp_path}")
 
 
-def test_the_command_of_a_run_is_one_that_gives_it_again():
+def test_the_command_of_a_run_is_one_that_gives_it_again(tmp_path):
     assert run_command(load_recipe(NAME)) == f"angelspec recipe run {NAME}"
     assert run_command(load_recipe(NAME, preset="quick")) == f"angelspec recipe run {NAME} --preset quick"
-    changed = run_command(load_recipe(NAME, overrides=["training.seed=1"]))
-    assert changed.endswith("> recipe.yaml && angelspec recipe run recipe.yaml") and MANIFEST_FILE in changed
+    changed = load_recipe(NAME, overrides=["training.seed=1"])
+    assert run_command(changed) == f"angelspec recipe run {RECIPE_FILE}"
+    (tmp_path / RECIPE_FILE).write_text(recipe_text(changed))
+    assert load_recipe(str(tmp_path / RECIPE_FILE)) == changed
 
 
 @pytest.mark.parametrize(
