@@ -3,7 +3,7 @@
 A replay drafter proposes the target's own recorded answers at no cost, each position right with a set probability. At
 every probability, and for a mixture of requests with different ones, three kinds of choice are measured in turns in
 one engine: plain decoding, every fixed depth, and the automatic choice, which knows nothing of the probabilities but
-what it sees accepted. Every window runs for some seconds with a fixed number of users; tokens are counted from the
+what it sees accepted (a draft's confidences say nothing). Every window runs for some seconds with a fixed number of users; tokens are counted from the
 moment at which every user has had a token. Prints tables and writes every window to OUT/replay.json.
 """
 
@@ -43,9 +43,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--dtype", default="float32")
     chosen = parser.parse_args()
-    chosen.probability = chosen.probability or ["0.1", "0.5", "0.9", "mixture"]
+    chosen.probability = chosen.probability or ["0.1", "0.3", "0.5", "0.7", "0.9", "mixture"]
     chosen.concurrency = chosen.concurrency or [1, 8]
-    chosen.depth = chosen.depth or [1, 2, 3, 5, 7]
+    chosen.depth = chosen.depth or [1, 2, 3, 4, 5, 6, 7]
     chosen.out.mkdir(parents=True, exist_ok=True)
     os.environ.update(plugin_environment(chosen.out.resolve()))
     sys.path.insert(1, str(chosen.out.resolve() / "plugins"))

@@ -99,7 +99,12 @@ def replay(folder: Path, stock: dict[str, Any]) -> Path:
     """The script of the replay drafter: right nine times in ten."""
     path = folder / "replay.json"
     script = {
-        request["rid"]: {"prompt": len(request["ids"]), "output": stock[request["rid"]]["ids"], "probability": 0.9}
+        request["rid"]: {
+            "prompt": len(request["ids"]),
+            "output": stock[request["rid"]]["ids"],
+            "probability": 0.9,
+            "confidence": 0.9,
+        }
         for request in requests()
     }
     path.write_text(json.dumps(script))
