@@ -51,6 +51,8 @@ def main() -> None:
         for i, ids in enumerate(some)
     }
     truth = _run("plain SGLang", chosen, [list(plain.values())], {}, bundle)
+    tokens, seconds = sum(len(one["ids"]) for one in truth["answers"].values()), sum(truth["seconds"])
+    print(f"{truth['gpu_bytes'] or 0:,} bytes of GPU memory in use; {tokens} tokens in {seconds:.1f} s")
     waves = [
         [_request(f"{name}#{i}", ids, chosen, custom_params=label) for i, ids in enumerate(prompts[label["mode"]])]
         for name, label in labels.items()

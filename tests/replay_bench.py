@@ -3,8 +3,9 @@
 A replay drafter proposes the target's own recorded answers at no cost, each position right with a set probability. At
 every probability, and for a mixture of requests with different ones, three kinds of choice are measured in turns in
 one engine: plain decoding, every fixed depth, and the automatic choice, which knows nothing of the probabilities but
-what it sees accepted (a draft's confidences say nothing). Every window runs for some seconds with a fixed number of users; tokens are counted from the
-moment at which every user has had a token. Prints tables and writes every window to OUT/replay.json.
+what it sees accepted (a draft's confidences say nothing). Every window runs for some seconds with a fixed number of
+users; tokens are counted from the moment at which every user has had a token. Prints tables and writes every window to
+OUT/replay.json.
 """
 
 from __future__ import annotations

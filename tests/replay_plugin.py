@@ -3,9 +3,9 @@
 It stands in for the drafter named ``dfly``: SGLang loads this module as a plugin of its own, which puts itself around
 the worker's drafting. ``ANGELSPEC_REPLAY`` names a JSON file: {request id: {"prompt": length, "output": [..],
 "probability": p, "depth": k, "confidence": c}}; of a request's id only what stands before ``#`` counts. Without
-``depth`` it proposes as many tokens as a step holds. Its confidence is 0.5, which says nothing (the logit of it is 0),
-whatever the probability, unless the script says another. A request that is not in it is drafted for as usual. With ``ANGELSPEC_REPLAY_FREE`` the
-engine also plans as if drafting took no time.
+``depth`` it proposes as many tokens as a step holds. Whatever the probability, its confidence is 0.5, which says
+nothing (its logit is 0), unless the script says another. A request that is not in it is drafted for as usual. With
+``ANGELSPEC_REPLAY_FREE`` the engine also plans as if drafting took no time.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from angelspec.core.errors import CheckpointError, HubError
@@ -81,9 +81,8 @@ def find_drafter(
             return FoundDrafter(folder if output is None else _copied(folder, output), entry.name, entry)
         if not entry.places:
             raise CheckpointError(f"'{entry.name}' should lie in {folder}", mend="reinstall angelspec")
-    return _fetch(
-        entry.places, entry, name=entry.name, output=output, check=check, needs_manifest=needs_manifest, say=say
-    )
+    places = [_pinned(replace(place, revision=None), entry, say) for place in entry.places]
+    return _fetch(places, entry, name=entry.name, output=output, check=check, needs_manifest=needs_manifest, say=say)
 
 
 def on_this_machine(text: str, *, registry: Registry | None = None) -> Path | None:
