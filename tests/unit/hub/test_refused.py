@@ -70,8 +70,23 @@ def config(**changes):
     return edited("config.json", lambda content: content.update(changes))
 
 
+def everywhere(key, value):
+    """A key of ``config.json`` wherever it stands, so that only the manifest contradicts it."""
+
+    def change(content):
+        for place in (content, content["dflash_config"], content["angelspec"]["drafter"]):
+            assert place[key] != value
+            place[key] = value
+
+    return edited("config.json", change)
+
+
 def manifest(**changes):
     return edited("angelspec_manifest.json", lambda content: content.update(changes))
+
+
+def manifest_drafter(**changes):
+    return edited("angelspec_manifest.json", lambda content: content["drafter"].update(changes))
 
 
 def geometry(**changes):
@@ -114,12 +129,21 @@ TABLE = [
     ("weights that are a text", write("model.safetensors", b"x" * 900),
      r"unreadable: .* \(900 bytes\) does not begin as a safetensors file"),
     ("two block sizes", config(block_size=6), "block_size is 6 at the top level but 4 under dflash_config"),
+    ("another block size", everywhere("block_size", 6), "block_size is 6 in config.json but 4 in the manifest"),
+    ("another slot convention", everywhere("sample_from_anchor", True),
+     "sample_from_anchor is True in config.json but False in the manifest"),
+    ("another mask token", everywhere("mask_token_id", 318),
+     "mask_token_id is 318 in config.json but 319 in the manifest"),
+    ("other layer ids", everywhere("target_layer_ids", [0, 2, 4]),
+     r"target_layer_ids is \(0, 2, 4\) in config.json but \(1, 2, 3\) in the manifest"),
     ("two ropes", config(rope_theta=5e5), r"config.json: rope_theta is given as \[10000.0, 500000.0\]"),
     ("another rope", config(rope_theta=5e5, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
      r"config.json's rope is Rope\(theta=500000.0, .* the manifest's Rope\(theta=10000.0,"),
     ("two dtypes", config(torch_dtype="torch.float16"), "config.json states two dtypes: bfloat16, float16"),
     ("another dtype", config(dtype="float32", torch_dtype="float32"),
      "dtype-differs: config.json says float32 but the tensors are bfloat16"),
+    ("a drafter that is not its recipe's", manifest_drafter(mask_token_id=318),
+     "the manifest and its recipe disagree on the drafter's shape"),
     ("another mode", manifest(mode="high-think"), "the manifest and its recipe disagree on the mode"),
     ("another algorithm", manifest(algorithm="dflash"), "the manifest and its recipe disagree on the algorithm"),
     ("another target", geometry(vocab_size=999), "the manifest: vocab_size is 320 but the target has 999"),
