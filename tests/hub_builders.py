@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from evaluation_builders import small_report
 from hub_servers import start
 from huggingface_hub import constants
 
+from angelspec.cli.main import cli
 from angelspec.core.manifest import DrafterManifest, MeasuredAcceptance, TargetIdentity, TrainedStage, TrainingRecord
 from angelspec.core.recipe import Recipe
 from angelspec.core.recipe_files import load_recipe
@@ -22,6 +24,11 @@ from angelspec.drafters.families import build_drafter
 from angelspec.hub.card import CardFacts, write_card
 
 RECIPE = "tiny-dfly-llama"
+
+
+def run(*arguments: Any, answers: str | None = None) -> Result:
+    """``angelspec`` with these arguments."""
+    return CliRunner().invoke(cli, [str(item) for item in arguments], input=answers)
 
 
 @contextmanager

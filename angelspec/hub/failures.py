@@ -7,6 +7,7 @@ wherever they stand in its chain of causes.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ _LONGEST_WORDS = 300
 
 _NEVER = ("UnsupportedProtocol", "InvalidURL", "InvalidSchema", "MissingSchema", "LocalProtocolError")
 """Of the network libraries: requests that no second try can mend."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class AccessDenied(HubError):
@@ -89,6 +91,11 @@ def judge(error: BaseException, *, doing: str, place: str, tokens: Sequence[str]
     if isinstance(error, HubError):
         return Failure(error)
     chain = list(_chain(error))
+    full = next((item for item in chain if isinstance(item, OSError) and item.errno in _FULL), None)
+    if full is not None:  # ours, though a client may call it trouble with the connection
+        return Failure(
+            HubError(f"{place}: {full.strerror} while trying to {doing}", mend="make room (`angelspec clean`)")
+        )
     words = redact(_server_words(chain), tokens)
     said = f" ({words})" if words else ""
     status = next((code for code in map(_status, chain) if code is not None), None)
@@ -186,7 +193,7 @@ def _denied(status: int, *, said: str, doing: str, place: str) -> AccessDenied:
         )
     return AccessDenied(
         f"{place}: the token may not {doing} (403){said}",
-        mend="use a token with write access to this repository, or let its owner create it for you",
+        mend="use a token that may, or ask the owner; a gated repository opens to those who agree to its terms",
     )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hub_builders import exported_drafter, plain_card
+from hub_builders import RECIPE, exported_drafter, plain_card
 from hub_servers import SERVERS, LoopbackHub, start
 from huggingface_hub import constants
 from huggingface_hub.utils import disable_progress_bars
 
+from angelspec.core.recipe import Recipe
+from angelspec.core.recipe_files import load_recipe
 from angelspec.hub.publish import Publication, prepare
 
 
@@ -64,6 +68,32 @@ def both(monkeypatch) -> Iterator[dict[str, LoopbackHub]]:
 def drafter(tmp_path_factory) -> Path:
     """An exported drafter; not to be changed."""
     return exported_drafter(tmp_path_factory.mktemp("export") / "tiny-dfly")
+
+
+@pytest.fixture(scope="session")
+def _far_drafter(tmp_path_factory) -> Path:
+    recipe = load_recipe(RECIPE).model_dump(mode="json")
+    recipe["target"]["source"] = "hf:org/tiny-llama"
+    return exported_drafter(tmp_path_factory.mktemp("far") / "tiny-dfly", recipe=Recipe.model_validate(recipe))
+
+
+@pytest.fixture
+def tree(_far_drafter, tmp_path) -> Path:
+    """An exported drafter to be changed; its target is not on this machine, so that nothing is drafted."""
+    return Path(shutil.copytree(_far_drafter, tmp_path / "tiny-dfly"))
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Any attempt to reach anything is an error."""
+
+    def refuse(*arguments, **named):
+        raise AssertionError(f"a request was made: {arguments}")
+
+    for name in ("connect", "connect_ex", "sendto"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    for name in ("create_connection", "getaddrinfo", "gethostbyname"):
+        monkeypatch.setattr(socket, name, refuse)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from hub_builders import PUBLISHED
 from hub_servers import SIGNATURE, start
 
 from angelspec.core.repositories import Repository
-from angelspec.hub.failures import ContentRefused, VisibilityConflict
+from angelspec.hub.failures import ContentRefused
 from angelspec.hub.publish import Destination, exit_code, publish
 
 NAME = "alice/tiny"
@@ -83,30 +83,6 @@ def test_a_change_of_one_file_sends_no_weights_again(hub, publication, drafter, 
     assert len(hub.asked("^PUT")) == puts
 
 
-@pytest.mark.parametrize(("private", "asked"), [(False, True), (True, False)])
-def test_an_existing_repository_of_the_other_visibility_is_left_alone(hub, publication, private, asked):
-    hub.add(NAME, private=private)
-    (outcome,) = go(publication, to(hub, private=asked))
-    assert isinstance(outcome.error, VisibilityConflict)
-    assert "nothing was uploaded" in outcome.detail
-    assert [request for request in hub.requests if request.method != "GET"] == []
-
-
-def test_an_existing_repository_is_used_without_the_right_to_create(hub, publication):
-    hub.add(NAME)
-    hub.may_create = False
-    (outcome,) = go(publication, to(hub))
-    assert outcome.state == "published", outcome.detail
-    assert hub.asked(CREATE) == []
-
-
-def test_other_weights_in_the_repository_are_refused(hub, publication):
-    hub.add(NAME, files={"pytorch_model.bin": b"old", "README.md": b"old"})
-    (outcome,) = go(publication, to(hub))
-    assert isinstance(outcome.error, ContentRefused) and "pytorch_model.bin" in outcome.detail
-    assert hub.asked("^PUT") == []
-
-
 def test_a_branch(hub, publication):
     hub.add(NAME)
     if hub.kind == "modelscope":
@@ -117,18 +93,6 @@ def test_a_branch(hub, publication):
     assert outcome.state == "published", outcome.detail
     assert_holds(hub, publication, branch="v1")
     assert "config.json" not in hub.repositories[NAME].tree(hub.default_branch)
-
-
-def test_each_destination_reports_for_itself(both, publication):
-    both["hf"].may_create = False
-    outcomes = go(publication, *(to(server) for server in both.values()))
-    assert [outcome.state for outcome in outcomes] == ["failed", "published"]
-    assert exit_code(outcomes) == 3
-    both["modelscope"].add(NAME, private=False)
-    outcomes = go(publication, *(to(server) for server in both.values()))
-    assert [outcome.error.exit_code for outcome in outcomes] == [3, 4]
-    assert exit_code(outcomes) == 1
-    assert exit_code([]) == 0
 
 
 def test_a_client_that_is_not_installed_stops_its_own_destination_only(both, publication, monkeypatch):

@@ -1,6 +1,7 @@
 """Everything that goes wrong on the way to a hub: the message, the exit code, and what is left behind.
 
 ``TABLE`` is the table of failures. Each row runs against both hubs through their real clients unless it says otherwise.
+``SEVERAL`` is that of publications to both hubs at once. What is wrong with a checkpoint itself is in ``test_refused``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+from hub_builders import run
 from hub_servers import SERVERS, SIGNATURE, LoopbackHub
 
 from angelspec.core.repositories import Repository
@@ -26,6 +28,7 @@ COMMIT = r"POST .*/commit/"
 WHO = r"GET .*(whoami-v2|users/me)"
 LIST = r"GET .*(/tree/|/repo/files)"
 PUT = r"PUT /blob-store/"
+SEND = r"(POST|PUT) "
 
 
 @dataclass
@@ -35,8 +38,10 @@ class Row:
     what: str
     arrange: Callable[[LoopbackHub, pytest.MonkeyPatch], None]
     code: int
-    message: str = ""
+    message: str
     """Pattern of the outcome's text."""
+    private: bool = True
+    """Whether it is to be."""
     commits: int = 0
     """Of ours that the repository holds in the end."""
     only: str | None = None
@@ -75,6 +80,18 @@ def public_exists(hub, monkeypatch):
     hub.add(NAME, private=False)
 
 
+def private_exists(hub, monkeypatch):
+    hub.add(NAME)
+
+
+def other_weights_exist(hub, monkeypatch):
+    hub.add(NAME, files={"pytorch_model.bin": b"old"})
+
+
+def nothing_wrong(hub, monkeypatch):
+    pass
+
+
 def closed(hub, monkeypatch):
     hub.close()
 
@@ -101,13 +118,19 @@ TABLE = [
         most_requests={WHO: 1}),
     Row("403 on create", may_not_create, 3, r"the token may not create the repository \(403\) \(.+\)",
         most_requests={CREATE: 1}),
-    Row("403 on create, but the repository exists", may_not_create_but_exists, 0, "read back and equal", commits=1),
+    Row("403 on create, but the repository exists", may_not_create_but_exists, 0, "read back and equal", commits=1,
+        most_requests={CREATE: 0}),
     Row("403 on commit", fault(COMMIT, **DENIED), 3, r"may not upload the files \(403\) \(read-only token\)",
         most_requests={COMMIT: 1}),
     Row("401 on commit", fault(COMMIT, status=401, body={"error": "expired", "Message": "expired"}), 3,
         r"does not accept the token \(401\)", most_requests={COMMIT: 1}),
-    Row("the repository is public, private was meant", public_exists, 4, "is not private.*nothing was uploaded",
-        most_requests={PUT: 0, COMMIT: 0}),
+    Row("the repository is public, private was meant", public_exists, 4,
+        "is not private, but this is to be published as private; nothing was uploaded", most_requests={SEND: 0}),
+    Row("the repository is private, public was meant", private_exists, 4,
+        "is private, but this is to be published as public; nothing was uploaded", private=False,
+        most_requests={SEND: 0}),
+    Row("the repository holds other weights", other_weights_exist, 6,
+        "holds other weights too, which loaders might take: pytorch_model.bin", most_requests={SEND: 0}),
     Row("429 with Retry-After, then success", fault(COMMIT, **busy(times=2)), 0, "read back", commits=1, waited=7.0),
     Row("429 without end", fault(COMMIT, **busy()), 5, r"too many requests \(429\) \(slow down\)",
         most_requests={COMMIT: ATTEMPTS}),
@@ -117,9 +140,10 @@ TABLE = [
     Row("500 twice on commit", fault(COMMIT, status=500, times=2), 0, "read back", commits=1, waited=4.0),
     Row("503 without end", fault(COMMIT, status=503, body={"error": "maintenance", "Message": "maintenance"}), 5,
         r"the hub fails \(503\)", most_requests={COMMIT: ATTEMPTS}),
-    Row("502 with a page of HTML", fault(COMMIT, status=502, body=b"<html>bad gateway</html>", times=1), 0, commits=1),
-    Row("502 on the check of the card", fault("validate-yaml", status=502, body=b"<html>", times=1), 0, commits=1,
-        only="hf"),
+    Row("502 with a page of HTML", fault(COMMIT, status=502, body=b"<html>bad gateway</html>", times=1), 0, "read back",
+        commits=1),
+    Row("502 on the check of the card", fault("validate-yaml", status=502, body=b"<html>", times=1), 0, "read back",
+        commits=1, only="hf"),
     Row("413 on commit", fault(COMMIT, status=413), 6, r"too large for the hub or for a proxy on the way \(413\)",
         most_requests={COMMIT: 1}),
     Row("413 on a blob", fault(PUT, status=413), 6, r"too large .*\(413\)", most_requests={COMMIT: 0}),
@@ -162,7 +186,8 @@ CASES = [(row, kind) for row in TABLE for kind in SERVERS if row.only in (None, 
 def test_table(row, hub, publication, waits, monkeypatch, capfd):
     row.arrange(hub, monkeypatch)
     said: list[str] = []
-    destination = Destination(Repository(hub.kind, NAME))
+    before = hub.repositories[NAME].tree(hub.default_branch) if NAME in hub.repositories else {".gitattributes"}
+    destination = Destination(Repository(hub.kind, NAME), row.private)
     outcomes = publish(publication, [destination], message="publish", say=said.append)
     (outcome,) = outcomes
     assert exit_code(outcomes) == row.code, outcome.detail
@@ -175,11 +200,31 @@ def test_table(row, hub, publication, waits, monkeypatch, capfd):
     assert max(waits, default=0) < 300
     for pattern, most in row.most_requests.items():
         assert len(hub.asked(pattern)) <= most, [str(request) for request in hub.requests]
-    if repository is not None and row.code not in (0, 4, 7):
-        assert set(repository.tree(hub.default_branch)) == {".gitattributes"}, "half a publication stands"
+    if repository is not None and row.code not in (0, 7):
+        assert set(repository.tree(hub.default_branch)) == set(before), "half a publication stands"
     captured = capfd.readouterr()
     shown = captured.out + captured.err + " ".join(said) + outcome.detail
     assert hub.token not in shown and SIGNATURE not in shown and "wrongwrong" not in shown
+
+
+SEVERAL = [
+    ("the first fails", public_exists, nothing_wrong, 4, "failed: .* is not private, but", "published: "),
+    ("both fail alike", may_not_create, may_not_create, 3, "failed: .* may not create", "failed: .* may not create"),
+    ("they fail in different ways", may_not_create, public_exists, 1, "failed: .* may not create",
+     "failed: .* is not private, but"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code", "of_first", "of_second"), [row[1:] for row in SEVERAL], ids=[row[0] for row in SEVERAL]
+)
+def test_several_destinations(first, second, code, of_first, of_second, both, tree, monkeypatch):
+    first(both["hf"], monkeypatch)
+    second(both["modelscope"], monkeypatch)
+    result = run("publish", tree, "--to", f"hf:{NAME}", "--to", f"modelscope:{NAME}", "--yes")
+    assert result.exit_code == code, result.output
+    for kind, message in (("hf", of_first), ("modelscope", of_second)):
+        assert re.search(rf"(?m)^{kind}:{NAME} \(private\): {message}", result.output), result.output
 
 
 def test_a_broken_upload_is_taken_up_where_it_stopped(hub, publication, waits):

@@ -1,19 +1,17 @@
-"""Pulled files are the hub's, whole and verified, or they are not there."""
+"""Pulled files are the hub's, whole and verified. What goes wrong is in the table of ``test_pulling_failures``."""
 
 from __future__ import annotations
 
 import re
-import shutil
 
 import pytest
 from hub_servers import start
 from huggingface_hub import constants
 
-from angelspec.core.errors import AngelspecError, CheckpointError, MissingRequirement
+from angelspec.core.errors import AngelspecError, CheckpointError
 from angelspec.core.files import read_json
 from angelspec.core.repositories import Repository
-from angelspec.hub import pull as module
-from angelspec.hub.failures import AccessDenied, HubUnavailable, IntegrityError, NotOnHub
+from angelspec.hub.failures import HubUnavailable, IntegrityError
 from angelspec.hub.pull import cached, drafter_cache, pull
 
 NAME = "alice/tiny"
@@ -73,9 +71,6 @@ def test_into_a_folder(published, tmp_path):
     said = []
     pull(name_of(published), output=output, say=said.append)
     assert any("already" in text for text in said)
-    (output / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="exists and is not"):
-        pull(name_of(published), output=output)
 
 
 def test_a_connection_that_breaks_in_the_middle_is_resumed(published, waits, monkeypatch):
@@ -101,12 +96,10 @@ def test_interrupted_and_started_again_goes_on_where_it_was(published, waits):
 
 
 @pytest.mark.parametrize("path", ["config.json", "model.safetensors"])
-def test_a_file_that_is_not_what_is_listed(published, waits, path):
+def test_a_file_that_was_not_what_is_listed_is_fetched_again(published, waits, path):
     published.corrupt.add(path)
-    with pytest.raises(IntegrityError) as caught:
+    with pytest.raises(IntegrityError):
         pull(name_of(published))
-    assert caught.value.exit_code == 7
-    assert cached(name_of(published)) is None
     published.corrupt.clear()
     assert files_of(pull(name_of(published))) == published.expected
 
@@ -133,38 +126,9 @@ def test_what_does_not_load_is_not_shown(published):
     assert len(published.asked(GET)) == before, "fetched again although the files were right"
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"config.json": b"{}"}, "it has no weights"),
-        ({"model.safetensors": b"x"}, "it has no config.json"),
-        ({"README.md": b"x"}, "holds no drafter"),
-    ],
-)
-def test_what_is_no_drafter(hub, files, message):
-    hub.add(NAME, files=files)
-    with pytest.raises(NotOnHub, match=message) as caught:
-        pull(name_of(hub))
-    assert caught.value.exit_code == 8
-
-
 def test_pickles_are_taken_where_there_is_nothing_better(hub):
     hub.add(NAME, files={"config.json": b"{}", "pytorch_model.bin": b"x", "training_args.bin": b"x"})
     assert sorted(files_of(pull(name_of(hub)))) == ["config.json", "pytorch_model.bin"]
-
-
-def test_no_such_repository_or_revision(hub):
-    with pytest.raises(NotOnHub):
-        pull(name_of(hub))
-    hub.add(NAME, files={"config.json": b"{}", "model.safetensors": b"x"})
-    with pytest.raises(NotOnHub):
-        pull(name_of(hub, "nowhere"))
-
-
-def test_private_without_a_token(published, monkeypatch):
-    monkeypatch.delenv({"hf": "HF_TOKEN", "modelscope": "MODELSCOPE_API_TOKEN"}[published.kind])
-    with pytest.raises(NotOnHub, match="private"):
-        pull(name_of(published))
 
 
 def test_public_without_a_token(published, monkeypatch):
@@ -172,24 +136,6 @@ def test_public_without_a_token(published, monkeypatch):
     published.repositories[NAME].private = False
     assert files_of(pull(name_of(published))) == published.expected
     assert not any("authorization" in request.headers for request in published.requests)
-
-
-def test_a_full_disk_is_seen_before_it_is_full(published, monkeypatch):
-    usage = shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(MissingRequirement, match="are free"):
-        pull(name_of(published))
-    assert published.asked(GET) == []
-
-
-def test_a_gated_repository(monkeypatch):
-    hub = start("hf", monkeypatch)
-    hub.add(NAME, files={"config.json": b"{}", "model.safetensors": b"x"})
-    hub.fail("/resolve/", status=403, headers={"X-Error-Code": "GatedRepo"})
-    with pytest.raises(AccessDenied) as caught:
-        pull(name_of(hub))
-    assert caught.value.exit_code == 3
-    hub.close()
 
 
 def test_commits_by_their_beginning(monkeypatch):

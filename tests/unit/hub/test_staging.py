@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 import subprocess
 
@@ -15,12 +14,6 @@ from angelspec.core.errors import CheckpointError
 from angelspec.core.locations import license_file
 from angelspec.hub.publish import prepare
 from angelspec.hub.staging import git_blob_sha1
-
-
-@pytest.fixture
-def tree(drafter, tmp_path):
-    shutil.copytree(drafter, tmp_path / "drafter")
-    return tmp_path / "drafter"
 
 
 def staged(tree, **changes):
@@ -64,64 +57,6 @@ def test_the_copy_is_what_was_checked(tree):
         (tree / "report.md").write_text("changed meanwhile")
         by_path = {file.path: file for file in publication.stage.files}
         assert by_path["report.md"].source.read_text() == "# small\n"
-
-
-def link(name, to):
-    def arrange(tree, outside):
-        (tree / name).unlink(missing_ok=True)
-        (tree / name).symlink_to(to.format(outside=outside, tree=tree))
-
-    return arrange
-
-
-def write(name, content):
-    return lambda tree, outside: (tree / name).write_bytes(content)
-
-
-def remove(*names):
-    return lambda tree, outside: [(tree / name).unlink() for name in names]
-
-
-REFUSED = [
-    ("a broken link", link("latest", "{tree}/step-7"), "latest is a link to .*step-7, which does not exist"),
-    ("weights that are a broken link", link("model.safetensors", "gone"), "model.safetensors is a link to gone, which"),
-    ("a report that is a link to a secret", link("report.md", "{outside}"), "report.md is a link to .*; only real"),
-    ("weights of zero bytes", write("model.safetensors", b""), "model.safetensors is empty"),
-    ("weights that are an LFS pointer", write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
-     "is a Git LFS pointer, not the weights"),
-    ("no weights", remove("model.safetensors"), "model.safetensors is missing"),
-    ("only pickled weights", lambda tree, outside: (tree / "model.safetensors").rename(tree / "pytorch_model.bin"),
-     "model.safetensors is missing"),
-    ("no config", remove("config.json"), "config.json is missing"),
-    ("no manifest", remove("angelspec_manifest.json"), "angelspec_manifest.json is missing"),
-    ("a shard without index", lambda tree, outside: (tree / "model.safetensors").rename(
-        tree / "model-00001-of-00002.safetensors"), "model.safetensors.index.json is missing beside"),
-    ("an index that names a shard that is not there", write("model.safetensors.index.json", b'{"weight_map": {"a": '
-     b'"model-00002-of-00002.safetensors"}}'), "model-00002-of-00002.safetensors, which .* names, is missing"),
-    ("a card without front matter", write("README.md", b"# hello\n"), "no front matter"),
-    ("a card whose front matter is no YAML", write("README.md", b"---\nlicense: [\n---\ntext\n"), r"no YAML \(line \d"),
-    ("a card that is a list", write("README.md", b"---\n- license\n---\ntext\n"), "is no mapping"),
-    ("a card under another licence", write("README.md", b"---\nlicense: mit\n---\ntext\n"), "license is mit, but"),
-    ("a card without licence", write("README.md", b"---\ntags: [x]\n---\ntext\n"), "license must be an identifier"),
-    ("a card with a number among its tags", write("README.md", b"---\nlicense: apache-2.0\ntags: [1]\n---\ntext\n"),
-     "tags must be a text or a list of texts"),
-    ("a card with results that no hub can read", write("README.md",
-     b"---\nlicense: apache-2.0\nmodel-index: 3\n---\nx\n"), "model-index"),
-    ("a card that says nothing", write("README.md", b"---\nlicense: apache-2.0\n---\n\n"), "says nothing"),
-    ("a card that is not UTF-8", write("README.md", b"---\nlicense: apache-2.0\n---\n\xff\n"), "is not UTF-8"),
-    ("a token in the card", write("README.md", b"---\nlicense: apache-2.0\n---\nhf_" + b"a" * 34),
-     "holds an access token"),
-    ("a token in the training log", write("training/metrics.jsonl", b"{'k': 'sk-" + b"a" * 40 + b"'}"),
-     "training/metrics.jsonl holds an access token"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("arrange", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
-def test_refused(arrange, message, tree, tmp_path):
-    arrange(tree, tmp_path / "outside-secret")
-    (tmp_path / "outside-secret").write_text("password\n")
-    text = " ".join(refusal(tree).split())
-    assert re.search(message, text), text
 
 
 def test_the_users_own_token_is_found_whatever_its_shape(tree, monkeypatch):
