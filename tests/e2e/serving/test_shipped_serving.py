@@ -42,7 +42,7 @@ def bundle(bundle_file: Path) -> Bundle:
 
 @pytest.fixture(scope="module")
 def client(bundle_file: Path, log: Path) -> Iterator[Client]:
-    with served("--bundle", str(bundle_file), log=log) as client:
+    with served("--bundle", str(bundle_file), "--enable-metrics", log=log) as client:
         yield client
 
 
@@ -126,3 +126,39 @@ def test_the_switch_takes_on_and_off_alone(client: Client, log: Path) -> None:
     assert refused == [False]
     assert "angelspec_speculation must be 1 (on) or 0 (off), got 2" in engine_log(log)
     assert state(client).speculation == "on"
+
+
+Samples = dict[str, dict[str, float]]
+"""By name of a metric, its values by label."""
+
+
+def metrics(client: Client) -> Samples:
+    """What Prometheus would read of the extension's metrics; labels are joined as the information page joins them."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: Samples = {}
+    for family in text_string_to_metric_families(client.http.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name.startswith("angelspec_") and "le" not in sample.labels:
+                label = "/".join(sample.labels[key] for key in ("route", "workload", "part") if key in sample.labels)
+                found.setdefault(sample.name, {})[label] = sample.value
+    return found
+
+
+def test_prometheus_reads_the_counters_of_the_information_page(client: Client) -> None:
+    for route in ("dfly", "mtp", "ar"):
+        ask(client, route)
+    counted = client.http.get("/server_info").json()["internal_states"][0]["angelspec"]["counters"]
+    found = metrics(client)
+    assert found["angelspec_requests_total"] == counted["requests"]
+    for name in ("committed_tokens", "drafted_slots", "verified_slots"):
+        assert sum(found[f"angelspec_{name}_total"].values()) == counted[name]
+    tokens, steps = (found[f"angelspec_{name}_total"] for name in ("committed_tokens", "verify_steps"))
+    for name, depth in (("dfly", 7), ("mtp", 3)):
+        assert LEAST < tokens[f"{name}/code"] / steps[f"{name}/code"] <= depth + 1
+    assert tokens["ar/code"] == steps["ar/code"] == found["angelspec_verified_slots_total"]["ar/code"]
+    for part in ("draft", "plan", "verify", "other"):
+        assert found["angelspec_step_seconds_sum"][part] == pytest.approx(counted[f"{part}_seconds"])
+        assert found["angelspec_step_seconds_count"][part] >= counted["steps"]
+    assert found["angelspec_keep_ratio_count"][""] == counted["speculative_steps"] > 0
+    assert 0 < found["angelspec_keep_ratio_sum"][""] <= counted["speculative_steps"]
