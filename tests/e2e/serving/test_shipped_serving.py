@@ -15,7 +15,8 @@ from angelspec.core.modes import Mode, mode_family
 from angelspec.core.request_label import RequestLabel
 from angelspec.serving.answers import ChatAnswer, EngineCounters, EngineState
 from angelspec.serving.client import Client
-from angelspec.serving.wire import ChatOptions, Sampling
+from angelspec.serving.failures import RequestRefused
+from angelspec.serving.wire import ChatOptions, Label, Sampling
 from tests.engine_builders import served
 
 pytest.importorskip("sglang")
@@ -162,3 +163,40 @@ def test_prometheus_reads_the_counters_of_the_information_page(client: Client) -
         assert found["angelspec_step_seconds_count"][part] >= counted["steps"]
     assert found["angelspec_keep_ratio_count"][""] == counted["speculative_steps"] > 0
     assert 0 < found["angelspec_keep_ratio_sum"][""] <= counted["speculative_steps"]
+
+
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [
+        ({"rout": "dfly"}, "custom_params.rout: unknown label (did you mean 'route'?)"),
+        ({"workload": "cod"}, "custom_params.workload: 'cod' is not allowed (did you mean 'code'?)"),
+        ({"route": "dflly"}, "route 'dflly' does not exist (did you mean 'dfly'?)"),
+    ],
+)
+def test_a_bad_label_is_refused_with_the_nearest_good_one(client: Client, label: Label, words: str) -> None:
+    bad: ChatOptions = {**options("auto"), "label": label}
+    with pytest.raises(RequestRefused) as chat:
+        client.chat(QUESTION, **bad)
+    with pytest.raises(RequestRefused) as streamed, client.stream_chat(QUESTION, **bad) as stream:
+        list(stream)
+    with pytest.raises(RequestRefused) as native:
+        client.generate("Hello", label=label)
+    for error in (chat.value, streamed.value, native.value):
+        assert error.status == 400
+        assert words in str(error)
+
+
+def test_every_chunk_of_a_streamed_chat_says_how_it_was_made(client: Client, plain: dict[Mode, str]) -> None:
+    with client.stream_chat(QUESTION, **options("dfly")) as stream:
+        chunks = list(stream)
+    answer, told = stream.answer, [chunk for chunk in chunks if chunk.text]
+    assert len(told) > 5
+    assert all(chunk.metadata is not None and chunk.pieces for chunk in told)
+    assert "".join(piece.text for piece in answer.pieces) == answer.text == plain["no-think"]
+    assert answer.usage is not None and len(answer.pieces) == answer.usage.completion_tokens
+    steps = [chunk.metadata.verify_steps for chunk in told if chunk.metadata is not None]
+    assert steps == sorted(steps) and steps[0] < steps[-1]
+    whole, accepted = answer.metadata, sum(piece.position > 0 for piece in answer.pieces)
+    assert whole is not None and whole.generated_tokens == len(answer.pieces) - 1  # the first is prefill's
+    ends_within_a_step = answer.pieces[-1].position > 0
+    assert accepted == whole.generated_tokens - whole.verify_steps + ends_within_a_step > 0
