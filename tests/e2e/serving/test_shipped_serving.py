@@ -200,3 +200,18 @@ def test_every_chunk_of_a_streamed_chat_says_how_it_was_made(client: Client, pla
     assert whole is not None and whole.generated_tokens == len(answer.pieces) - 1  # the first is prefill's
     ends_within_a_step = answer.pieces[-1].position > 0
     assert accepted == whole.generated_tokens - whole.verify_steps + ends_within_a_step > 0
+
+
+def test_the_prefix_cache_is_kept_apart_by_mode_alone(client: Client) -> None:
+    prompt = list(range(1000, 1100))
+
+    def cached(route: str, mode: Mode) -> int:
+        """Tokens of the prompt that were found in the cache."""
+        label = RequestLabel(route=route, mode=mode)
+        answer = client.generate(prompt, sampling=Sampling(max_tokens=8, temperature=0.0), label=label)
+        assert answer.usage is not None and answer.usage.cached_tokens is not None
+        return answer.usage.cached_tokens
+
+    assert cached("dfly", "no-think") == 0
+    assert cached("dfly-high-think", "high-think") == 0, "drafters of another mode have no entries there"
+    assert cached("mtp", "no-think") == cached("ar", "no-think") == cached("ar", "high-think") == len(prompt) - 1
