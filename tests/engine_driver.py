@@ -2,7 +2,7 @@
 
 The job is a JSON file: {"engine": arguments of sglang.Engine, "waves": [[request, ..], ..], "out": path}. A request is
 {"rid", "ids", "params"}; with "stream" it is streamed, with "abort_after" streamed, and aborted so many seconds after
-its first token; "top_logprobs" asks for so many of each token.
+its first token; "top_logprobs" asks for so many of each token, "token_logprobs" for those of certain tokens.
 Waves run one after another, the requests of a wave together. Told are the answers (of one that is to be aborted,
 whether it was), the seconds of every wave, the extension's state after each and at the end, and the GPU memory in use.
 """
@@ -54,8 +54,9 @@ async def _wave(engine: Any, wave: list[dict[str, Any]], answers: dict[str, Any]
 
 async def _one(engine: Any, request: dict[str, Any], answers: dict[str, Any]) -> None:
     call = {"input_ids": request["ids"], "sampling_params": request["params"], "rid": request["rid"]}
-    call["return_logprob"] = request.get("logprobs", False) or "top_logprobs" in request
+    call["return_logprob"] = "top_logprobs" in request or "token_logprobs" in request
     call["top_logprobs_num"] = request.get("top_logprobs", 0)
+    call["token_ids_logprob"] = request.get("token_logprobs")
     if not request.get("stream") and "abort_after" not in request:
         answer = await engine.async_generate(**call)
         answers[request["rid"]] = {"ids": answer["output_ids"], "text": answer.get("text"), "meta": answer["meta_info"]}
