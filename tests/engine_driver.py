@@ -1,15 +1,17 @@
 """Runs one SGLang engine in a process of its own and prints what it answered: ``python -m tests.engine_driver JOB``.
 
 The job is a JSON file: {"engine": arguments of sglang.Engine, "waves": [[request, ..], ..], "out": path}. A request is
-{"rid", "ids", "params"}; with "stream" it is streamed, with "abort_after" streamed and aborted after so many seconds;
-"top_logprobs" asks for so many of each token. Waves run one after another, the requests of a wave together. Told are
-the answers, the seconds of every wave, the extension's state after each and at the end, and the GPU memory in use.
+{"rid", "ids", "params"}; with "stream" it is streamed, with "abort_after" streamed, and aborted so many seconds after
+its first token; "top_logprobs" asks for so many of each token, "token_logprobs" for those of certain tokens.
+Waves run one after another, the requests of a wave together. Told are the answers (of one that is to be aborted,
+whether it was), the seconds of every wave, the extension's state after each and at the end, and the GPU memory in use.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -52,31 +54,28 @@ async def _wave(engine: Any, wave: list[dict[str, Any]], answers: dict[str, Any]
 
 async def _one(engine: Any, request: dict[str, Any], answers: dict[str, Any]) -> None:
     call = {"input_ids": request["ids"], "sampling_params": request["params"], "rid": request["rid"]}
-    call["return_logprob"] = request.get("logprobs", False) or "top_logprobs" in request
+    call["return_logprob"] = "top_logprobs" in request or "token_logprobs" in request
     call["top_logprobs_num"] = request.get("top_logprobs", 0)
-    if request.get("stream"):
-        async for answer in await engine.async_generate(**call, stream=True):
-            pieces = answers.setdefault(request["rid"], {"pieces": 0})["pieces"]
-            answers[request["rid"]] = {
-                "ids": answer["output_ids"],
-                "text": answer.get("text"),
-                "meta": answer["meta_info"],
-                "pieces": pieces + 1,
-            }
-        return
-    if "abort_after" not in request:
+    call["token_ids_logprob"] = request.get("token_logprobs")
+    if not request.get("stream") and "abort_after" not in request:
         answer = await engine.async_generate(**call)
         answers[request["rid"]] = {"ids": answer["output_ids"], "text": answer.get("text"), "meta": answer["meta_info"]}
         return
-    chunks = await engine.async_generate(**call, stream=True)
-    began = time.perf_counter()
-    last = None
-    async for chunk in chunks:
-        last = chunk
-        if time.perf_counter() - began > request["abort_after"]:
+    began, pieces, asked = None, 0, False
+    async for answer in await engine.async_generate(**call, stream=True):
+        pieces, began = pieces + 1, began or time.perf_counter()
+        answers[request["rid"]] = {
+            "ids": answer["output_ids"],
+            "text": answer.get("text"),
+            "meta": answer["meta_info"],
+            "pieces": pieces,
+        }
+        if not asked and time.perf_counter() - began > request.get("abort_after", math.inf):
             engine.tokenizer_manager.abort_request(rid=request["rid"])
-            break
-    answers[request["rid"]] = {"ids": last["output_ids"] if last else [], "aborted": True}
+            asked = True
+    if "abort_after" in request:
+        reason = answers[request["rid"]]["meta"]["finish_reason"]
+        answers[request["rid"]]["aborted"] = reason is not None and reason["type"] == "abort"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """A drafter for tests that proposes known output at no cost, each position right with a set probability.
 
-It stands in for the drafter named ``dfly``: SGLang loads this module as a plugin of its own, which puts itself around
-the worker's drafting. ``ANGELSPEC_REPLAY`` names a JSON file: {request id: {"prompt": length, "output": [..],
-"probability": p, "depth": k, "confidence": c}}; of a request's id only what stands before ``#`` counts. Without
-``depth`` it proposes as many tokens as a step holds. Whatever the probability, its confidence is 0.5, which says
-nothing (its logit is 0), unless the script says another. A request that is not in it is drafted for as usual. With
-``ANGELSPEC_REPLAY_FREE`` the engine also plans as if drafting took no time.
+SGLang loads this module as a plugin of its own, which puts itself around the worker's drafting. ``ANGELSPEC_REPLAY``
+names a JSON file: {request id: {"prompt": length, "output": [..], "probability": p, "depth": k, "drafter": name,
+"confidence": c}}; of a request's id only what stands before ``#`` counts. It stands in for the drafter of that name,
+without one for ``dfly``, and without ``depth`` proposes as many tokens as a step holds. Whatever the probability, its
+confidence is 0.5, which says nothing (its logit is 0), unless the script says another. A request that is not in the
+file is drafted for as usual. With ``ANGELSPEC_REPLAY_FREE`` the engine also plans as if drafting took no time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def _draft(
     block_BW: Any, confidences: list[list[float]],
 ) -> None:  # fmt: skip
     script = _script()
-    others = [i for i in indices if name != NAME or _key(rows[i].rid) not in script]
+    known_rows = {i: script[key] for i in indices if (key := _key(rows[i].rid)) in script}
+    others = [i for i in indices if i not in known_rows or known_rows[i].get("drafter", NAME) != name]
     if others:
         original(worker, name, others, rows, slots, lengths, batch, block_BW, confidences)
     most = block_BW.shape[1] - 1
@@ -59,7 +60,7 @@ def _draft(
     for index in indices:
         if index in others:
             continue
-        known = script[_key(rows[index].rid)]
+        known = known_rows[index]
         depth = known.get("depth", most)
         begin = lengths[index] - known["prompt"] + 1  # the anchor is the output's token before it
         tokens = known["output"][begin : begin + depth]

@@ -111,3 +111,34 @@ def test_a_native_request_is_read_by_its_text(family: str) -> None:
     http_hooks._label_native(obj)
     label = obj.sampling_params["custom_params"][RESOLVED_KEY]
     assert (label["mode"], label["workload"]) == ("no-think", "code")
+
+
+@pytest.mark.parametrize("family", ["hy3"], indirect=True)
+def test_prefixes_are_cached_apart_by_mode_alone(family: str) -> None:
+    def key(extra_key: str | None = None, **label: Any) -> str:
+        obj = native(sampling_params={"custom_params": label}, extra_key=extra_key)
+        http_hooks._label_native(obj)
+        return obj.extra_key
+
+    default, high = key(), key(mode="high-think")
+    assert key(mode="no-think", route="dfly", workload="math", dcut=0.5) == key(route="ar") == default
+    assert key(mode="high-think", route="think") == high != default
+    other, _ = copy_context().run(http_hooks._convert_chat, convert, None, chat(reasoning_effort="low"))
+    assert other.extra_key not in (default, high)
+    assert key("a client's") != default
+    assert key("a client's") != key("a client's", mode="high-think")
+
+
+@pytest.mark.parametrize("family", ["hy3"], indirect=True)
+@pytest.mark.parametrize(("given", "one", "other"), [(None, None, None), ("a", "a", "a"), (["a", "b"], "a", "b")])
+def test_every_prompt_of_a_list_is_cached_by_its_own_mode(family: str, given: Any, one: Any, other: Any) -> None:
+    labels: list[dict[str, Any]] = [{"mode": "high-think"}, {}]
+    batch = native(input_ids=[[1], [2]], sampling_params=[{"custom_params": one} for one in labels], extra_key=given)
+    http_hooks._label_native(batch)
+    singles = []
+    for label, extra_key in zip(labels, (one, other), strict=True):
+        single = native(sampling_params={"custom_params": label}, extra_key=extra_key)
+        http_hooks._label_native(single)
+        singles.append(single.extra_key)
+    assert batch.extra_key == singles
+    assert singles[0] != singles[1]

@@ -165,6 +165,20 @@ def test_another_drafters_scheduler_is_left_alone(monkeypatch: pytest.MonkeyPatc
     assert engine_hooks._update_handlers(lambda controller: {"dspark_force": 1}, controller) == {"dspark_force": 1}
 
 
+def test_a_hook_that_was_not_applied_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_ext import engine_hooks
+
+    applied = set(engine_hooks.hooks())
+    monkeypatch.setattr(compat.HookRegistry, "_patched", applied)
+    engine_hooks.check_applied()
+    lost = {name for name in applied if name.endswith(("._update_handlers", "._process_messages"))}
+    applied -= lost
+    with pytest.raises(compat.CompatibilityError, match="did not apply hooks") as error:
+        engine_hooks.check_applied()
+    assert len(lost) == 2
+    assert {name for name in engine_hooks.hooks() if name in str(error.value)} == lost
+
+
 def test_it_answers_as_dspark_and_is_complete() -> None:
     from sglang_ext.algorithm import AngelSpecAlgorithm
 
