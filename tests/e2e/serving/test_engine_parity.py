@@ -1,4 +1,4 @@
-"""The server drafts what the reference loop drafts: every step of every answer accepts the same proposals.
+"""The server drafts what the reference loop drafts, and is as sure of it: every step accepts the same proposals.
 
 The target mostly answers a token with a fixed other one, and the drafters are made to guess it, so that many proposals
 are accepted and many are not.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -49,25 +49,37 @@ def served(folder: Path) -> dict[str, Any]:
         ANGELSPEC_BUNDLE=str(bundle),
         ANGELSPEC_RECORD=str(folder / "drafts.jsonl"),
     )
-    drafts: dict[str, dict[int, list[int]]] = {}
+    drafts: dict[str, dict[int, Draft]] = {}
     for line in (folder / "drafts.jsonl").read_text().splitlines():
         one = json.loads(line)
-        drafts.setdefault(one["rid"], {})[one["position"]] = one["tokens"]
+        drafts.setdefault(one["rid"], {})[one["position"]] = Draft(one["tokens"], one["confidences"])
     return {"wave": wave, "drafts": drafts, "answers": told["answers"], "state": told["state"]}
+
+
+class Draft(NamedTuple):
+    """Proposals, and how sure the drafter is of each."""
+
+    tokens: list[int]
+    confidences: list[float]
+
+    def is_like(self, other: Draft) -> bool:
+        return self.tokens == other.tokens and self.confidences == pytest.approx(other.confidences, abs=1e-4)
 
 
 class Recording:
     """A proposer, and what it proposed by position."""
 
     def __init__(self, proposer: Any) -> None:
-        self._proposer, self.drafts = proposer, {}
+        self._proposer = proposer
+        self.drafts: dict[int, Draft] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._proposer, name)
 
     def propose(self, rows: Any, *, position_B: torch.Tensor, **rest: Any) -> Any:
         proposals = self._proposer.propose(rows, position_B=position_B, **rest)
-        self.drafts |= dict(zip(position_B.tolist(), proposals.tokens_BK.tolist(), strict=True))
+        drafts = map(Draft, proposals.tokens_BK.tolist(), proposals.confidence_BK.tolist())
+        self.drafts |= dict(zip(position_B.tolist(), drafts, strict=True))
         return proposals
 
 
@@ -112,7 +124,7 @@ def test_every_step_drafts_and_accepts_what_the_reference_loop_does(
         whole = min(len(steps), len(reference.accepted)) - 1  # the last step of either may end early
         differing += [(rid, index) for index in range(whole) if steps[index] != reference.accepted[index]]
         shared = served["drafts"][rid].keys() & proposer.drafts.keys()
-        differing += [(rid, at) for at in shared if served["drafts"][rid][at] != proposer.drafts[at]]
+        differing += [(rid, at) for at in shared if not served["drafts"][rid][at].is_like(proposer.drafts[at])]
         total += sum(reference.accepted)
         compared += len(shared)
     assert differing == []
