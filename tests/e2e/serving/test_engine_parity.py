@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from angelspec.drafters.checkpoint import convert_checkpoint
 from tests.engine_builders import GUESSING, engine, run, write_markov_bundle
 
 pytest.importorskip("sglang")
 NAMES = (*GUESSING, "dflash", "dflare")
 """The last two are random: what they draft is compared, though little of it is accepted."""
+PUBLIC = ("dspark", "dflash")
+"""Dialects from which the engine loads the drafters of these names; the reference loads our own."""
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(folder: Path) -> dict[str, Any]:
     bundle = write_markov_bundle(folder, (*NAMES, "broken"), shortlist=None)
+    for name in PUBLIC:
+        (folder / name).rename(folder / f"our-{name}")
+        convert_checkpoint(folder / f"our-{name}", folder / name, dialect=name)
     dice = random.Random(4)
     wave = [
         {
@@ -105,7 +111,7 @@ def test_every_step_drafts_and_accepts_what_the_reference_loop_does(
     from angelspec.drafters.checkpoint import load_drafter
     from angelspec.targets.target import load_target
 
-    loaded = load_drafter(folder / name)
+    loaded = load_drafter(folder / (f"our-{name}" if name in PUBLIC else name))
     section = TargetSection(source=f"folder:{folder / 'target'}", mode_family="plain")
     target = load_target(section, dtype=torch.float32)
     total, compared, differing = 0, 0, []
