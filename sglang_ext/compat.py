@@ -95,6 +95,8 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
     f"{_SRT}entrypoints.openai.serving_chat:OpenAIServingChat._process_messages": ("request",),
     f"{_SRT}managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor._resolve_spec_v2_tokens":
         ("result", "batch"),
+    f"{_SRT}mem_cache.kv_cache_builder:create_tree_cache": ("ctx",),
+    f"{_SRT}mem_cache.cache_init_params:CacheInitParams": ("is_eagle",),
     f"{_SRT}managers.scheduler_components.internal_state:SchedulerInternalStateController._update_handlers": (),
     f"{_SRT}managers.scheduler_components.internal_state:SchedulerInternalStateController._add_speculative": ("state",),
     f"{_SRT}distributed.parallel_state:GroupCoordinator.broadcast": ("input_", "src"),

@@ -1,12 +1,12 @@
-"""Hooks into SGLang's processes: entries of tokens, the information page and the switch (scheduler), labels and
-metadata (HTTP)."""
+"""Hooks into SGLang's processes: entries of tokens, the prefix cache, the information page and the switch (scheduler),
+labels and metadata (HTTP)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from angelspec.core.engine import SPECULATION_SWITCH
+from angelspec.core.engine import ALGORITHM, SPECULATION_SWITCH
 from sglang_ext import compat, http_hooks
 from sglang_ext.answers import TOKENS_KEY, step_entries
 from sglang_ext.settings import current_plan
@@ -21,6 +21,7 @@ def hooks() -> Mapping[str, Any]:
         f"{_COMPONENTS}batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens": _resolve_tokens,
         f"{_COMPONENTS}internal_state.SchedulerInternalStateController._update_handlers": _update_handlers,
         f"{_COMPONENTS}internal_state.SchedulerInternalStateController._add_speculative": _add_state,
+        "sglang.srt.mem_cache.kv_cache_builder.create_tree_cache": _create_tree_cache,
         **http_hooks.hooks(),
     }
 
@@ -51,6 +52,14 @@ def _resolve_tokens(original: Any, processor: Any, result: Any, batch: Any) -> A
                     req.customized_info = {}
                 req.customized_info.setdefault(TOKENS_KEY, []).extend(step_entries(report, row))
     return tokens
+
+
+def _create_tree_cache(original: Any, context: Any) -> Any:
+    """MTP's entry of a token reads the token after it, too, so a prefix ends one token before what follows may differ:
+    SGLang's cache for EAGLE, whose keys are pairs of tokens."""
+    if context.server_args.speculative_algorithm == ALGORITHM:
+        context.params.is_eagle = any(place.drafter.family == "mtp" for place in current_plan().places)
+    return original(context)
 
 
 def _update_handlers(original: Any, controller: Any) -> Any:

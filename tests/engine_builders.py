@@ -62,6 +62,10 @@ DEPTHS = {name: config.num_proposals for name, config in DRAFTERS.items()}
 ROOT = Path(__file__).parents[1]
 TARGET_SHARE = 0.15
 """Of the layers' own say in ``write_markov_target``."""
+_SURENESS = 0.12
+"""Of the drafters that ``write_markov_drafters`` makes: what their logits are multiplied by."""
+_HEARING = 8
+"""Of the same: what their attention is multiplied by, twice."""
 SEED = 5
 
 
@@ -117,26 +121,45 @@ def write_markov_drafters(folder: Path) -> None:
     embedding, head = target["model.embed_tokens.weight"], target["lm_head.weight"]
     for seed, (name, config) in enumerate(configs.items()):
         drafter = build_drafter(config).initialise(seed=seed)
+        _listen(drafter, seed=seed)
         with torch.no_grad():
             if name == "mtp":
                 drafter.eh_proj.weight[:, :size] += torch.eye(size)
             if name == "dspark":
                 drafter.markov_head.markov_w1.weight.copy_(embedding)
-                drafter.markov_head.markov_w2.weight.copy_(head)
+                drafter.markov_head.markov_w2.weight.copy_(_SURENESS * head)
             if name == "dfly":  # a signed square of the token's embedding, by two halves of a SwiGLU
                 both = torch.cat([torch.eye(size), -torch.eye(size)])
                 correction = drafter.hidden_correction
                 correction.gate_proj.weight[:, size:] += 4 * both
                 correction.up_proj.weight[:, size:] += both
-                correction.down_proj.weight += 4 * both.t()
+                correction.down_proj.weight += _SURENESS / 5 * both.t()
         save_drafter(drafter, folder / name, dtype=torch.float32)
     for seed, name in enumerate(("dflash", "dflare")):
-        save_drafter(_random_drafter(DRAFTERS[name], seed=seed), folder / name, dtype=torch.float32)
+        drafter = _listen(_random_drafter(DRAFTERS[name], seed=seed), seed=seed)
+        save_drafter(drafter, folder / name, dtype=torch.float32)
     broken = build_drafter(DRAFTERS["dspark"]).initialise(seed=9)
     with torch.no_grad():  # finite as it is stored, not so what it computes
         broken.layers[0].self_attn.v_proj.weight.fill_(1e20)
         broken.layers[0].self_attn.o_proj.weight.fill_(3e38)
     save_drafter(broken, folder / "broken", dtype=torch.float32)
+
+
+def _listen(drafter: Any, *, seed: int) -> Any:
+    """Let what the drafter attends to have its say, which fresh weights barely do, and leave it in doubt: drafts that
+    do not depend on the context, or confidences of 0 and 1, would look right whatever was entered."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if name.endswith(("v_proj.weight", "o_proj.weight")):
+                parameter.mul_(_HEARING)
+            if name.startswith("confidence_head."):
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+            if name.endswith("norm.weight"):  # norms that are all one could be mistaken for each other
+                parameter.mul_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
+            if name.startswith("final_"):
+                parameter.mul_(_SURENESS)
+    return drafter
 
 
 def _random_drafter(config: BlockDrafterConfig | MtpDrafterConfig, *, seed: int) -> Any:
@@ -190,7 +213,7 @@ def plugin_environment(folder: Path) -> dict[str, str]:
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: angelspec-tests\nVersion: 0.1\n")
     lines = ["[sglang.srt.plugins]"]
-    lines += [f"{name} = tests.{name}_plugin:register" for name in ("replay", "fault", "record", "ranks")]
+    lines += [f"{name} = tests.{name}_plugin:register" for name in ("replay", "fault", "record", "ranks", "wander")]
     if not entry_points(group="sglang.srt.plugins", name="angelspec"):  # not installed: run from the tree
         lines += ["angelspec = sglang_ext.plugin:register", "[sglang.srt.platforms]"]
         lines += ["angelspec_cpu = sglang_ext.cpu.platform:activate"]

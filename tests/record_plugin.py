@@ -22,9 +22,15 @@ def register() -> None:
 
 def _draft(original: Any, worker: Any, name: str, indices: list[int], rows: Any, *rest: Any) -> None:
     original(worker, name, indices, rows, *rest)
-    _, lengths, _, block_BW, _ = rest
+    _, lengths, _, block_BW, confidences = rest
     depth = worker.plan.bundle.depths[name]
     with Path(os.environ["ANGELSPEC_RECORD"]).open("a", encoding="utf-8") as file:
         for index in indices:
-            tokens = block_BW[index, 1 : depth + 1].tolist()
-            file.write(json.dumps({"rid": rows[index].rid, "position": lengths[index], "tokens": tokens}) + "\n")
+            draft = {
+                "rid": rows[index].rid,
+                "drafter": name,
+                "position": lengths[index],
+                "tokens": block_BW[index, 1 : depth + 1].tolist(),
+                "confidences": confidences[index],
+            }
+            file.write(json.dumps(draft) + "\n")

@@ -6,10 +6,10 @@ draft-verify loop around ``accept`` and compared with the exact law by a chi-squ
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +18,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from sglang_ext.accept import Accepted, accept, draw
+from tests.fault_plugin import FAULTS, Step
 
 TOKENS, LENGTH, ANSWERS = 3, 4, 6000
 TABLE = torch.softmax(
@@ -38,16 +39,15 @@ def law() -> dict[tuple[int, ...], float]:
     return exact
 
 
+def multinomial(logits_NV: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.multinomial(torch.softmax(logits_NV, -1), 1, generator=generator).squeeze(1)
+
+
 def sample(
-    accept: Accept, *, draft: str, cut: str, draw_slots: Callable[[Tensor, torch.Generator], Tensor] | None = None
+    accept: Accept, *, draft: str, cut: str, draw_slots: Callable[[Tensor, torch.Generator], Tensor] = multinomial
 ) -> Counter[tuple[int, ...]]:
     """Answers of many rows, decoded together; the first token of each is drawn plainly, as prefill does."""
     generator = torch.Generator().manual_seed(11)
-
-    def multinomial(logits_NV: Tensor, generator: torch.Generator) -> Tensor:
-        return torch.multinomial(torch.softmax(logits_NV, -1), 1, generator=generator).squeeze(1)
-
-    draw_slots = draw_slots or multinomial
     history = torch.zeros(ANSWERS, 2 + LENGTH + 8, dtype=torch.int64)
     first = torch.multinomial(TABLE[0, 0].expand(ANSWERS, -1), 1, generator=generator).squeeze(1)
     history[:, 2] = first
@@ -98,43 +98,28 @@ def test_the_law_is_the_target_s(draft: str, cut: str) -> None:
     assert p_value(sample(accept, draft=draft, cut=cut)) > 1e-3
 
 
-def always(drawn_N: Tensor, draft_BK: Tensor, **kw: Tensor) -> Accepted:
-    outcome = accept(drawn_N, draft_BK, **kw)
-    tokens_BW = outcome.tokens_BW.clone()
-    inside = torch.arange(draft_BK.shape[1]) < kw["kept_B"].unsqueeze(1)
-    tokens_BW[:, :-1][inside] = draft_BK[inside]
-    return outcome._replace(tokens_BW=tokens_BW, correct_B=kw["kept_B"])
+class Faulty:
+    """Draws and accepts as it should, but for a fault."""
+
+    def __init__(self, fault: str) -> None:
+        self._fault = FAULTS[fault]
+
+    def draw(self, logits_NV: Tensor, generator: torch.Generator) -> Tensor:
+        self._target_NV = logits_NV.exp()
+        return multinomial(logits_NV, generator)
+
+    def accept(self, drawn_N: Tensor, draft_BK: Tensor, *, row_N: Tensor, offset_N: Tensor, kept_B: Tensor) -> Accepted:
+        outcome = accept(drawn_N, draft_BK, row_N=row_N, offset_N=offset_N, kept_B=kept_B)
+        step = Step(draft_BK, kept_B, row_N, offset_N, self._target_NV, drafter_BKV=torch.zeros(0))
+        sharper_NV = (2 * self._target_NV.log()).softmax(-1)  # a drafter that is right about the argmax, and too sure
+        return self._fault(outcome, replace(step, drafter_BKV=step.by_slot(sharper_NV)[:, :-1]))
 
 
-def keeps_the_rejected(drawn_N: Tensor, draft_BK: Tensor, **kw: Tensor) -> Accepted:
-    """The bonus is drawn anew from the whole law, so the rejected draft comes back too often."""
-    outcome = accept(drawn_N, draft_BK, **kw)
-    again_N = drawn_N.clone()
-    flip = torch.rand(len(again_N), generator=torch.Generator().manual_seed(int(drawn_N.sum()))) < 0.3
-    again_N[flip] = draft_BK[kw["row_N"], kw["offset_N"].clamp(max=draft_BK.shape[1] - 1)][flip]
-    tokens_BW = outcome.tokens_BW.clone()
-    tokens_BW[kw["row_N"], kw["offset_N"]] = torch.where(
-        kw["offset_N"] == outcome.correct_B[kw["row_N"]], again_N, drawn_N
-    )
-    return outcome._replace(tokens_BW=tokens_BW)
-
-
-def one_past_the_width(drawn_N: Tensor, draft_BK: Tensor, **kw: Tensor) -> Accepted:
-    outcome = accept(drawn_N, draft_BK, **kw)
-    full = (outcome.correct_B == kw["kept_B"]) & (kw["kept_B"] < draft_BK.shape[1])
-    return outcome._replace(correct_B=outcome.correct_B + full)
-
-
-@pytest.mark.parametrize("faulty", [always, keeps_the_rejected, one_past_the_width])
-def test_a_planted_fault_shows(faulty: Accept) -> None:
-    assert p_value(sample(faulty, draft="argmax", cut="by what was drafted")) < 1e-6
-
-
-def test_argmax_acceptance_above_temperature_0_shows() -> None:
-    counts = sample(
-        accept, draft="argmax", cut="full", draw_slots=lambda logits_NV, generator: logits_NV.argmax(dim=-1)
-    )
-    assert p_value(counts) < 1e-6
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_planted_fault_shows(fault: str) -> None:
+    torch.manual_seed(5)
+    faulty = Faulty(fault)
+    assert p_value(sample(faulty.accept, draft="argmax", cut="by what was drafted", draw_slots=faulty.draw)) < 1e-6
 
 
 def test_acceptance_stops_at_the_first_difference_and_at_the_width() -> None:
@@ -185,7 +170,7 @@ def test_seeded_rows_draw_at_every_slot_what_plain_decoding_draws() -> None:
     row_N, offset_N = torch.tensor([0, 0, 0, 0, 1, 2, 2]), torch.tensor([0, 1, 2, 3, 0, 0, 1])
     drawn_N = draw(sampler, logits_BWV[row_N, offset_N], info, row_N=row_N, position_N=start_B[row_N] + offset_N)
     assert drawn_N.tolist() == truth_BW[row_N, offset_N].tolist()
-    other = dataclasses.replace(info, sampling_seed=seed_B + 1)
+    other = replace(info, sampling_seed=seed_B + 1)
     assert (
         draw(sampler, logits_BWV[row_N, offset_N], other, row_N=row_N, position_N=start_B[row_N] + offset_N).tolist()
         != drawn_N.tolist()
