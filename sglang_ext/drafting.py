@@ -1,7 +1,6 @@
 """Runs the drafters of an engine: entries at prefill, and proposals for some rows of a batch.
 
-Shapes: N tokens of all rows, B rows that are drafted for, K proposals, W slots of a
-row, V vocabulary, D hidden.
+Shapes: N tokens of all rows, B rows that are drafted for, K proposals, W slots of a row, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
