@@ -213,7 +213,8 @@ def plugin_environment(folder: Path) -> dict[str, str]:
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: angelspec-tests\nVersion: 0.1\n")
     lines = ["[sglang.srt.plugins]"]
-    lines += [f"{name} = tests.{name}_plugin:register" for name in ("replay", "fault", "record", "ranks", "wander")]
+    names = ("replay", "fault", "record", "ranks", "wander", "noise")
+    lines += [f"{name} = tests.{name}_plugin:register" for name in names]
     if not entry_points(group="sglang.srt.plugins", name="angelspec"):  # not installed: run from the tree
         lines += ["angelspec = sglang_ext.plugin:register", "[sglang.srt.platforms]"]
         lines += ["angelspec_cpu = sglang_ext.cpu.platform:activate"]

@@ -1,5 +1,7 @@
 """The law of sampled answers in a real engine equals the target's, with all routes and cuts mixed; planted faults show.
 
+Noise for confidences, and in every slot that is not verified, changes nothing: they decide what is verified, no more.
+
 The exact law of an answer's first tokens is enumerated from the target's own probabilities under each request's
 filters (temperature, top-k, top-p, min-p), and many answers are compared with it by chi-square.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from scipy.stats import chisquare
 
 from tests.engine_builders import GUESSING, engine, run, write_markov_bundle
 from tests.fault_plugin import FAULTS
+from tests.noise_plugin import PREFIX as NOISE
 
 pytest.importorskip("sglang")
 PROMPT = [40, 71, 102, 55, 90]
@@ -37,6 +40,8 @@ LABELS: tuple[dict[str, Any], ...] = (
     {"route": "auto"},
     {"route": "dfly", "dcut": 0.25},
 )
+WAVES: Mapping[str, tuple[int, ...]] = {"": (7, 8), NOISE: (9,)}
+"""Seeds of the waves, by what their requests' ids begin with."""
 Law = dict[tuple[int, ...], float]
 
 
@@ -74,18 +79,21 @@ def exact_law(folder: Path, filters: Mapping[str, Any]) -> Law:
     return law
 
 
-def sampled(
-    folder: Path, *, answers: int, names: list[str], bundle: str = "bundle.yaml", **environment: str
-) -> dict[str, Any]:
-    """Many answers of one engine, by filter and route."""
-    wave = []
+def wave(names: Iterable[str], *, answers: int, seed: int) -> list[dict[str, Any]]:
+    """Requests for many answers, by filter and route."""
+    requests = []
     for index, name in itertools.product(range(answers), names):
-        params = {**FILTERS[name], "max_new_tokens": TOKENS + 5, "ignore_eos": True}
+        params = {**FILTERS[name.removeprefix(NOISE)], "max_new_tokens": TOKENS + 5, "ignore_eos": True}
         params["custom_params"] = LABELS[index % len(LABELS)]
-        wave.append({"rid": f"{name}/{index}", "ids": PROMPT, "params": params})
+        requests.append({"rid": f"{name}/{index}@{seed}", "ids": PROMPT, "params": params})
+    return requests
+
+
+def sampled(folder: Path, waves: list[list[dict[str, Any]]], *, bundle: str, **environment: str) -> dict[str, Any]:
+    """What one engine answers."""
     arguments = engine(folder / "target", speculative_algorithm="ANGELSPEC", max_running_requests=48, random_seed=7)
     return run(
-        folder, "law", {"engine": arguments, "waves": [wave]}, ANGELSPEC_BUNDLE=str(folder / bundle), **environment
+        folder, "law", {"engine": arguments, "waves": waves}, ANGELSPEC_BUNDLE=str(folder / bundle), **environment
     )
 
 
@@ -109,14 +117,29 @@ def p_value(told: Mapping[str, Any], name: str, law: Law) -> float:
 
 @pytest.fixture(scope="module")
 def honest(folder: Path) -> dict[str, Any]:
-    return sampled(folder, answers=900, names=list(FILTERS))
+    waves = [
+        wave([start + name for name in FILTERS], answers=400, seed=seed)
+        for start, seeds in WAVES.items()
+        for seed in seeds
+    ]
+    return sampled(folder, waves, bundle="bundle.yaml", ANGELSPEC_NOISE=str(folder / "noise"))
 
 
+@pytest.mark.parametrize("start", list(WAVES))
 @pytest.mark.parametrize("name", list(FILTERS))
-def test_the_law_is_the_target_s(name: str, folder: Path, honest: dict[str, Any]) -> None:
+def test_the_law_is_the_target_s(name: str, start: str, folder: Path, honest: dict[str, Any]) -> None:
     law = exact_law(folder, FILTERS[name])
     assert 12 <= len(law) <= 4**TOKENS
-    assert p_value(honest, name, law) > 1e-3
+    assert p_value(honest, start + name, law) > 1e-3
+
+
+def test_seeds_and_noise_made_a_difference(folder: Path, honest: dict[str, Any]) -> None:
+    first, second = (
+        [answer["ids"] for rid, answer in honest["answers"].items() if rid.endswith(f"@{seed}")] for seed in WAVES[""]
+    )
+    assert sum(one == other for one, other in zip(first, second, strict=True)) < len(first) / 4
+    noise = Counter((folder / "noise").read_text())
+    assert noise["d"] > 1000 and noise["s"] > 10000
 
 
 def test_routes_were_mixed_and_cut(honest: dict[str, Any]) -> None:
@@ -139,5 +162,6 @@ def test_a_planted_fault_shows(fault: str, folder: Path) -> None:
     for drafter in bundle["drafters"]:
         drafter["shortlist"] = None  # a fault looks at the drafter's probabilities of all tokens
     (folder / "exact.yaml").write_text(yaml.safe_dump(bundle))
-    told = sampled(folder, answers=2400, names=["top-k"], bundle="exact.yaml", ANGELSPEC_FAULT=fault)
+    requests = wave(["top-k"], answers=2400, seed=7)
+    told = sampled(folder, [requests], bundle="exact.yaml", ANGELSPEC_FAULT=fault)
     assert p_value(told, "top-k", exact_law(folder, FILTERS["top-k"])) < 1e-6
