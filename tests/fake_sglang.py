@@ -170,8 +170,10 @@ def _handler(server: FakeSGLang):
                 if isinstance(value, str):
                     self.reply(400, {"object": "error", "message": "Input should be a valid integer"})
                     return
-                server.speculation = "on" if value else "off"
-                self.reply(200, [True])
+                known = server.behaviour.extension
+                if known:
+                    server.speculation = "on" if value else "off"
+                self.reply(200, [known])
             elif path == "/flush_cache":
                 self.reply(200, {})
             elif path == "/abort_request":

@@ -38,6 +38,7 @@ import httpx
 from angelspec.core.engine import SPECULATION_SWITCH
 from angelspec.serving.answers import ChatAnswer, GenerateAnswer, ServerInfo
 from angelspec.serving.connection import CONNECT_SECONDS, check, http_settings, json_object, reaching, without_login
+from angelspec.serving.failures import RequestRefused
 from angelspec.serving.streams import AsyncStream, Stream
 from angelspec.serving.wire import (
     CHAT,
@@ -131,10 +132,14 @@ class Client:
             return server_info(json_object(self.http.get("/server_info")))
 
     def set_speculation(self, on: bool) -> None:
-        """Switch speculation on or off for requests that ask for nothing else."""
+        """Switch speculation on or off for all requests, also those that name a drafter; running ones go on.
+
+        Raises:
+            RequestRefused: the server has no such switch.
+        """
         with reaching(self.url):
             response = self.http.post("/set_internal_state", json=_switch(on))
-            check(response, response.content)
+            _check_switched(response)
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache; False: the server did not (requests are running, or it can't)."""
@@ -222,7 +227,7 @@ class AsyncClient:
         """See ``Client.set_speculation``."""
         with reaching(self.url):
             response = await self.http.post("/set_internal_state", json=_switch(on))
-            check(response, response.content)
+            _check_switched(response)
 
     async def flush_cache(self) -> bool:
         """See ``Client.flush_cache``."""
@@ -239,6 +244,16 @@ class AsyncClient:
         with reaching(self.url):
             response = await self.http.post(path, json=body)
         return json_object(response), time.perf_counter() - started
+
+
+def _check_switched(response: httpx.Response) -> None:
+    check(response, response.content)
+    if response.json() != [True] * len(response.json()):  # SGLang answers 200 also where it refuses, once per scheduler
+        raise RequestRefused(
+            "the server did not take the switch of speculation",
+            status=response.status_code,
+            mend="its log says why; a server without angelspec's extension has none",
+        )
 
 
 def _switch(on: bool) -> dict[str, Any]:

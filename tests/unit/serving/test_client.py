@@ -233,6 +233,9 @@ def test_state_and_switch(client, server):
     assert server.requests[-1][1] == {"server_args": {"angelspec_speculation": 0}}
     assert client.server_info().engine.speculation == "off"
     assert client.flush_cache()
+    server.behaviour.extension = False
+    with pytest.raises(RequestRefused, match="did not take the switch"):
+        client.set_speculation(True)
 
 
 def test_counters_of_a_window():
