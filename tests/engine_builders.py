@@ -136,7 +136,7 @@ def write_markov_drafters(folder: Path) -> None:
                 correction.down_proj.weight += _SURENESS / 5 * both.t()
         save_drafter(drafter, folder / name, dtype=torch.float32)
     for seed, name in enumerate(("dflash", "dflare")):
-        drafter = _listen(_random_drafter(DRAFTERS[name], seed=seed), seed=seed)
+        drafter = _listen(random_drafter(DRAFTERS[name], seed=seed), seed=seed)
         save_drafter(drafter, folder / name, dtype=torch.float32)
     broken = build_drafter(DRAFTERS["dspark"]).initialise(seed=9)
     with torch.no_grad():  # finite as it is stored, not so what it computes
@@ -162,7 +162,7 @@ def _listen(drafter: Any, *, seed: int) -> Any:
     return drafter
 
 
-def _random_drafter(config: BlockDrafterConfig | MtpDrafterConfig, *, seed: int) -> Any:
+def random_drafter(config: BlockDrafterConfig | MtpDrafterConfig, *, seed: int) -> Any:
     drafter = build_drafter(config).initialise(seed=seed)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -175,7 +175,7 @@ def write_tiny_bundle(folder: Path, *, target: Path | None = None, costs: bool =
     """Drafters of random weights and a bundle file that names them."""
     drafters = {name: DRAFTERS[name] for name in ("mtp", "dfly", "dspark")}
     for seed, (name, config) in enumerate(drafters.items()):
-        save_drafter(_random_drafter(config, seed=seed), folder / name, dtype=torch.float32)
+        save_drafter(random_drafter(config, seed=seed), folder / name, dtype=torch.float32)
     document = {
         "name": "tiny",
         "target": {"source": str(target or folder / "target"), "mode_family": "plain"},
