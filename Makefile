@@ -21,11 +21,11 @@ test: test-main test-serve
 
 test-main: $(VENV)/.dev browser
 	$(BIN)/ruff check angelspec sglang_ext tests
-	$(BIN)/python -m pytest -m "not slow" -q -n 2 --dist loadfile
+	ANGELSPEC_REQUIRE_HUBS=1 ANGELSPEC_HUB_MAJOR=2 $(BIN)/python -m pytest -m "not slow" -q -n 2 --dist loadfile
 
 # SGLang pins the other supported major version of huggingface_hub, so the tests of the hubs run here, too
 test-serve: $(SERVE)/.ready
-	$(SERVE)/bin/python -m pytest -m "not slow" -q tests/unit/sglang_ext tests/e2e/serving $(HUBS)
+	ANGELSPEC_REQUIRE_HUBS=1 ANGELSPEC_HUB_MAJOR=1 $(SERVE)/bin/python -m pytest -m "not slow" -q tests/unit/sglang_ext tests/e2e/serving $(HUBS)
 
 # the page is tested in Chromium; where it is missing and can't be installed, those tests are skipped and say so
 browser:
@@ -51,7 +51,7 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 
 $(SERVE)/.ready: pyproject.toml | $(VENV)/bin/python
 	$(PYTHON) -m venv $(SERVE)
-	$(SERVE)/bin/pip install --quiet --editable '.[serve]' pytest pytest-timeout scipy
+	$(SERVE)/bin/pip install --quiet --editable '.[serve,modelscope]' pytest pytest-timeout scipy
 	touch $@
 
 clean:

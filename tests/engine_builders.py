@@ -258,14 +258,17 @@ def served(*arguments: str, log: Path, seconds: float = 240) -> Iterator[Client]
     command = [Path(sys.executable).with_name("angelspec"), "serve", "--port", str(port), "--quiet", *arguments]
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=dict(os.environ))
-    with Client(f"http://127.0.0.1:{port}") as client:
-        deadline = time.monotonic() + seconds
-        while not client.healthy():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.5)
-        yield client
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0, log.read_text()[-4000:]
+    try:
+        with Client(f"http://127.0.0.1:{port}") as client:
+            deadline = time.monotonic() + seconds
+            while not client.healthy():
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+                time.sleep(0.5)
+            yield client
+    finally:  # also of one that never came up
+        process.send_signal(signal.SIGTERM)
+        ended = process.wait(60)
+    assert ended == 0, log.read_text()[-4000:]
 
 
 def engine(target: Path, **changes: Any) -> dict[str, Any]:

@@ -31,6 +31,13 @@ def run(*arguments: Any, answers: str | None = None) -> Result:
     return CliRunner().invoke(cli, [str(item) for item in arguments], input=answers)
 
 
+def command(*arguments: Any) -> str:
+    """What ``angelspec`` prints, which goes well."""
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
 @contextmanager
 def hubs(folder: Path) -> Iterator[dict[str, Any]]:
     """An empty hub of each kind, and a cache in ``folder``, for this process and its children; both are left after."""

@@ -116,7 +116,8 @@ def drafting_problems(folder: Path, manifest: DrafterManifest, *, say: Say = lam
     if counts.mean_accepted_length is None:
         return [f"the target ends every answer to {len(tokens)} prompts at once, so nothing was drafted"]
     say(f"drafted on {len(tokens)} prompts: accepted length {counts.mean_accepted_length:.2f}")
-    reported = max((cell.finished.mean_accepted_length or 1.0 for cell in manifest.acceptance), default=1.0)
+    whole = pool(half for cell in manifest.acceptance for half in (cell.finished, cell.unfinished))
+    reported = whole.mean_accepted_length or 1.0  # of all answers: a suite of few steps may just have been lucky
     if reported > _CLEARLY_MORE and not any(sum(answer.accepted) for answer in run.answers):
         return [f"no proposal was accepted in {counts.verify_steps} steps, though its report says {reported:.2f}"]
     return []

@@ -1,20 +1,17 @@
-"""The road of a new user: a recipe is run, its drafter published to both hubs, pulled from each, served and asked."""
+"""The road of a new user: a recipe is run, its drafter checked, published to both hubs, pulled, served and asked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner
-from hub_builders import RECIPE, hubs
+from card_figures import card_figures, report_figures
+from hub_builders import RECIPE, command, hubs
 
-from angelspec.cli.main import cli
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe_files import load_recipe
 from angelspec.core.request_label import RequestLabel
-from angelspec.core.workloads import WORKLOADS
 from angelspec.evaluation.report import Report
 from angelspec.pipeline.recipe_run import run_recipe
 from angelspec.serving.client import Client
@@ -29,27 +26,24 @@ QUESTIONS = {
 }
 NAMES = {"hf": "hf:alice/tiny-dfly", "modelscope": "modelscope:alice/tiny-dfly"}
 
-
-def command(*arguments: Any) -> str:
-    result = CliRunner().invoke(cli, [str(item) for item in arguments])
-    assert result.exit_code == 0, result.output
-    return result.stdout
+TO_THE_END = ("evaluation.temperatures=[1]", "evaluation.max_new_tokens=400")
+"""Every answer ends: a card counts those, a server all."""
 
 
 @pytest.fixture(scope="module")
-def drafter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Trained by the recipe, published to both hubs and pulled from each."""
+def pulled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """From each hub: trained by the recipe, checked and published."""
     folder = tmp_path_factory.mktemp("road")
     with hubs(folder):
-        trained = run_recipe(load_recipe(RECIPE), output=folder / "run", store=folder / "store", quiet=True)
+        recipe = load_recipe(RECIPE, overrides=TO_THE_END)
+        trained = run_recipe(recipe, output=folder / "run", store=folder / "store", quiet=True)
+        assert command("checkpoint", "check", trained).startswith(f"{trained}: ok")
         command("publish", trained, *(word for name in NAMES.values() for word in ("--to", name)), "--yes")
-        for name in NAMES.values():
-            command("pull", name)
-        yield trained
+        yield {kind: Path(command("pull", name).splitlines()[-1]) for kind, name in NAMES.items()}
 
 
 @pytest.fixture(scope="module")
-def server(drafter: Path) -> Iterator[Client]:
+def server(pulled: dict[str, Path]) -> Iterator[Client]:
     """``angelspec serve`` with the drafter of each hub."""
     drafters = [word for kind, name in NAMES.items() for word in ("--drafter", f"from-{kind}={name}")]
     with served("--target", "tiny-llama", "--no-probe", *drafters, log=Path("serve.log")) as client:
@@ -76,20 +70,21 @@ def test_one_question_per_workload(server: Client) -> None:
         assert answer.text == plain.text, "a drafter changed what the target says"
 
 
-def test_the_same_figures_in_card_report_and_server(server: Client, drafter: Path) -> None:
+def test_the_same_figures_in_card_report_and_server(server: Client, pulled: dict[str, Path]) -> None:
     engine = server.server_info().extension("the server")
     assert [one.name for one in engine.drafters] == [f"from-{kind}" for kind in NAMES]
-    manifest, report = DrafterManifest.read(drafter), Report.load(drafter / "report.json")
-    told = {(one.drafter, one.workload): one for one in engine.acceptance}
-    for workload in WORKLOADS:
-        finished, cut = (
-            report.pooled(manifest.recipe.name, temperature=0.0, finished=ended, workloads=[workload]).counts
-            for ended in (True, False)
-        )
-        counts = finished + cut
-        for kind in NAMES:
-            one = told.get((f"from-{kind}", workload))
-            assert (one is None) == (not counts.full_depth_steps)
-            if one is not None:
-                assert one.cumulative == pytest.approx(counts.cumulative_acceptance)
-    assert told, "nothing was measured"
+    for kind, folder in pulled.items():
+        recipe, report = DrafterManifest.read(folder).recipe.name, Report.load(folder / "report.json")
+        card = card_figures((folder / "README.md").read_text())
+        assert card == report_figures(report, recipe)
+        told = {one.workload: one for one in engine.acceptance if one.drafter == f"from-{kind}"}
+        assert set(told) == {"chat", "code"}, "what the recipe measures"
+        for workload, one in told.items():
+            assert not report.pooled(recipe, temperature=1.0, finished=False, workloads=[workload]).answers
+            counts = report.pooled(recipe, temperature=1.0, workloads=[workload]).counts
+            assert (one.steps, one.cumulative) == (counts.full_depth_steps, pytest.approx(counts.cumulative_acceptance))
+            assert card.lengths[workload, 1.0][2] == f"{one.steps:,}"
+        steps = sum(one.steps for one in told.values())
+        shares = [sum(one.cumulative[k] * one.steps for one in told.values()) / steps for k in range(3)]
+        assert card.positions[1.0] == [*(f"{share:.3f}" for share in shares), f"{steps:,}"]
+        assert shares[0] > 0, "figures that are all zero show nothing"

@@ -13,6 +13,7 @@ import torch
 from hub_builders import PUBLISHED, exported_drafter, lay_traps, manifest_of, run
 from hub_servers import SIGNATURE
 
+from angelspec.core.acceptance import AcceptanceCounts
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe_files import load_recipe
 from angelspec.data.reasons import Reason, Rejection
@@ -200,7 +201,11 @@ def test_a_drafter_that_accepts_nothing_contradicts_its_report(beside_its_target
 
     monkeypatch.setattr(probe, "decode", nothing_accepted)
     (problem,) = probe.drafting_problems(beside_its_target, manifest)
-    assert "no proposal was accepted" in problem
+    assert "no proposal was accepted" in problem and "its report says 2.25" in problem
+    lucky = manifest.acceptance[0]
+    nothing = AcceptanceCounts(generated_tokens=400, verify_steps=400)
+    poor = lucky.model_copy(update={"workload": "math", "finished": nothing, "unfinished": nothing})
+    assert probe.drafting_problems(beside_its_target, manifest.model_copy(update={"acceptance": (poor, lucky)})) == []
 
 
 def test_a_drafter_that_changes_the_answers_is_refused(beside_its_target, monkeypatch):
