@@ -15,7 +15,7 @@ import gradio as gr  # noqa: E402
 
 from angelspec.core.modes import Mode
 from angelspec.demo import charts, plots, render, texts
-from angelspec.demo.columns import Server, look, offered_columns, offered_modes
+from angelspec.demo.columns import Server, look, offered_columns, offered_modes, seed_note
 from angelspec.demo.comparing import Visit, Wishes, compare
 from angelspec.demo.load import MOST_REQUESTS
 from angelspec.demo.stream import stop
@@ -157,9 +157,10 @@ class _CompareTab:
                 render.server_lines(visit.seen),
                 gr.Radio(_mode_choices(modes), value=mode),
                 _column_choices(visit, mode),
+                gr.Number(info=seed_note(visit.seen)),
             )
 
-        found = [self.servers, self.mode, self.columns]
+        found = [self.servers, self.mode, self.columns, self.seed]
         page.load(discover, [self.visit, self.mode], found, **quiet)
         self.look_again.click(discover, [self.visit, self.mode], found, **quiet)
         self.mode.input(_column_choices, [self.visit, self.mode], [self.columns], **quiet)

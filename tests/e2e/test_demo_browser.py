@@ -171,7 +171,8 @@ def server(embedded) -> DemoServer:
     """The server of ``embedded``, as if it were new."""
     found = embedded[0]
     new = DemoServer()
-    for name in ("step_seconds", "answer", "refuse", "break_after", "bodies", "most_running", "abandoned", "hold"):
+    changed = "step_seconds answer refuse break_after bodies most_running abandoned hold deterministic"
+    for name in changed.split():
         setattr(found, name, getattr(new, name))
     found.answer = SHORT
     return found
@@ -347,6 +348,17 @@ def test_each_setting_reaches_the_request_under_its_own_name(browser, embedded, 
     browser.until(browser.ended, "all have ended")
     (body,) = [body for body in server.bodies if body.get("stream")]
     assert (body["temperature"], body["max_tokens"], body["seed"], body["stop"]) == (0.7, 48, 1234, ["END", "FIN"])
+
+
+def test_a_server_that_heeds_no_seeds_is_named_beside_the_field(browser, embedded, server):
+    browser.open(embedded[1])
+    browser.settings()
+    browser.write("seed", "7")
+    assert "Not heeded by embedded: SGLang heeds seeds only with --enable-determ" in browser.all("#seed")[0].text
+    server.deterministic = True
+    next(button for button in browser.all("button") if button.text == "Look again").click()
+    browser.until(lambda: browser.all("#seed")[0].text == "Seed", "nothing is said")
+    assert browser.all("#seed input")[0].get_property("value") == "7"
 
 
 def test_background_requests_run_beside_and_end_with_the_comparison(browser, embedded, server):
