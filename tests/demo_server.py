@@ -53,6 +53,8 @@ class DemoServer:
     """What requests must carry; None: anything goes."""
     algorithm: str | None = None
     """By which a server without the extension speculates."""
+    deterministic: bool = False
+    """Whether it says that it heeds seeds."""
     hold_reading: bool = False
     """While it is true no request without a stream is answered."""
     hold: bool = False
@@ -91,7 +93,7 @@ class DemoServer:
                 "counters": Counters(steps=1).as_dict(),
             }  # fmt: skip
         return {"version": "0.5.23", "model_path": "models/smollm2-135m", "speculative_algorithm": self.algorithm,
-                "internal_states": [state]}  # fmt: skip
+                "enable_deterministic_inference": self.deterministic, "internal_states": [state]}  # fmt: skip
 
     def entered(self, by: int) -> int:
         with self._lock:

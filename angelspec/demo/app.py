@@ -15,7 +15,7 @@ import gradio as gr  # noqa: E402
 
 from angelspec.core.modes import Mode
 from angelspec.demo import charts, plots, render, texts
-from angelspec.demo.columns import Server, look, offered_columns, offered_modes
+from angelspec.demo.columns import Server, look, offered_columns, offered_modes, seed_note
 from angelspec.demo.comparing import Visit, Wishes, compare
 from angelspec.demo.load import MOST_REQUESTS
 from angelspec.demo.stream import stop
@@ -124,17 +124,22 @@ class _CompareTab:
                     [_IN_TURN, _TOGETHER], value=_IN_TURN, label="Columns of one machine run", elem_id="order"
                 )
             with gr.Row():
-                self.temperature = gr.Slider(0, 1.5, value=0, step=0.1, label="Temperature", min_width=200)
-                self.length = gr.Slider(16, 2048, value=192, step=16, label="Most tokens", min_width=200)
+                self.temperature = gr.Slider(
+                    0, 1.5, value=0, step=0.1, label="Temperature", min_width=200, elem_id="temperature"
+                )
+                self.length = gr.Slider(
+                    16, 2048, value=192, step=16, label="Most tokens", min_width=200, elem_id="length"
+                )
                 self.load = gr.Slider(
                     0, MOST_REQUESTS, value=0, step=1, label="Background requests", min_width=200,
                     info="on each server while a comparison runs", elem_id="load",
                 )  # fmt: skip
             with gr.Row():
-                self.seed = gr.Number(value=0, precision=0, minimum=0, label="Seed", min_width=120)
+                self.seed = gr.Number(value=0, precision=0, minimum=0, label="Seed", min_width=120, elem_id="seed")
+                # of two lines, since in a field of one Enter sends, and no second text could be written
                 self.stops = gr.Textbox(
-                    "", label="Stop texts", placeholder="one per line; an answer ends there", lines=1, max_lines=4,
-                    min_width=240,
+                    "", label="Stop texts", placeholder="one per line; an answer ends there", lines=2, max_lines=4,
+                    min_width=240, elem_id="stops",
                 )  # fmt: skip
         gr.HTML(render.legend())
         self.score = gr.HTML("")
@@ -152,9 +157,10 @@ class _CompareTab:
                 render.server_lines(visit.seen),
                 gr.Radio(_mode_choices(modes), value=mode),
                 _column_choices(visit, mode),
+                gr.Number(info=seed_note(visit.seen)),
             )
 
-        found = [self.servers, self.mode, self.columns]
+        found = [self.servers, self.mode, self.columns, self.seed]
         page.load(discover, [self.visit, self.mode], found, **quiet)
         self.look_again.click(discover, [self.visit, self.mode], found, **quiet)
         self.mode.input(_column_choices, [self.visit, self.mode], [self.columns], **quiet)

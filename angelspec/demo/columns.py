@@ -17,6 +17,7 @@ from angelspec.core.drafter_config import ALGORITHM_NAMES
 from angelspec.core.errors import AngelspecError, RequestError
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.modes import MODE_FAMILIES, MODES, Mode, ModeFamily, mode_family
+from angelspec.demo.texts import SEEDS_NOT_HEEDED
 from angelspec.serving.answers import ServedDrafter, ServerInfo
 from angelspec.serving.client import AsyncClient
 from angelspec.serving.connection import is_address
@@ -63,6 +64,11 @@ class Seen:
         if self.info is None or self.info.engine is not None:
             return None
         return str(self.info.arguments.get("speculative_algorithm") or "") or None
+
+    @property
+    def heeds_seeds(self) -> bool:
+        """Whether a request's seed decides what is drawn; False as well where nothing is known."""
+        return self.info is not None and bool(self.info.arguments.get("enable_deterministic_inference"))
 
     @property
     def family(self) -> ModeFamily:
@@ -140,6 +146,12 @@ def offered_modes(seen: Sequence[Seen]) -> tuple[Mode, ...]:
     """Thinking modes that at least one server can be asked for."""
     found = {mode for one in seen for mode in one.family.modes}
     return tuple(mode for mode in MODES if mode in found) or ("no-think",)
+
+
+def seed_note(seen: Sequence[Seen]) -> str:
+    """Which servers heed no seeds, and what makes them; empty where every reachable one does."""
+    names = [one.server.name for one in seen if one.info is not None and not one.heeds_seeds]
+    return SEEDS_NOT_HEEDED.format(", ".join(names)) if names else ""
 
 
 def offered_columns(seen: Sequence[Seen], mode: Mode) -> list[Column]:

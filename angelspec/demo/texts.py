@@ -33,6 +33,7 @@ MODE_NAMES = {"no-think": "Answer at once", "high-think": "Think first"}
 
 TITLE = """# angelspec
 One prompt, answered side by side: what each drafter adds to the same model, live."""
+SEEDS_NOT_HEEDED = "Not heeded by {}: SGLang heeds seeds only with `--enable-deterministic-inference`, on a GPU."
 START = "Choose an example or write a prompt, then press Compare."
 
 EXPLANATION = """## What is happening

@@ -11,11 +11,12 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 from demo_server import DemoServer
+from serving_builders import bench_result
 
 REQUIRED = bool(os.environ.get("ANGELSPEC_REQUIRE_BROWSER"))
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -33,6 +34,8 @@ from selenium.webdriver.common.by import By  # noqa: E402
 
 from angelspec.demo.app import build_page, launch_page  # noqa: E402
 from angelspec.demo.columns import Server  # noqa: E402
+from angelspec.demo.texts import EXAMPLES  # noqa: E402
+from angelspec.serving.bench_result import BenchResult, cells_of  # noqa: E402
 
 DESKTOP, PHONE = 1280, 390
 WAIT = 60.0
@@ -82,11 +85,19 @@ class Browser:
             time.sleep(0.05)
         raise AssertionError(f"not within {seconds:.0f} s: {what}; cards: {self.texts('.card .badge')}")
 
+    def write(self, field: str, text: str) -> None:
+        """Write into a field in place of what it holds."""
+        box = self.all(f"#{field} :is(textarea, input[type=number])")[0]
+        box.clear()
+        box.send_keys(text)
+
     def ask(self, prompt: str, *, columns: set[str] | None = None) -> None:
         """Write a prompt, choose columns by name, and press Compare."""
-        box = self.all("#prompt textarea")[0]
-        box.clear()
-        box.send_keys(prompt)
+        self.write("prompt", prompt)
+        self.compare(columns)
+
+    def compare(self, columns: set[str] | None) -> None:
+        """Choose columns by name, and press Compare."""
         if columns is not None:
             for label in self.all("#columns label"):
                 if (label.text in columns) != label.find_element(By.TAG_NAME, "input").is_selected():
@@ -99,6 +110,12 @@ class Browser:
             lambda: self.all("#mode input") and self.all("#mode input")[0].is_displayed(), "the settings are open"
         )
 
+    def tab(self, name: str) -> None:
+        """Open a tab."""
+        button = next(button for button in self.all("button[role=tab]") if button.text == name)
+        button.click()
+        self.until(lambda: button.get_attribute("aria-selected") == "true", f"the tab {name} is open")
+
     def figure(self, name: str, kind: str) -> str:
         """One figure of a column's card."""
         return self.texts(f'.card[aria-label="{name}"] .{kind} dd')[0]
@@ -107,8 +124,15 @@ class Browser:
         return bool(self.all(".card")) and not self.all(".card.running, .card.waiting")
 
     def overflow(self) -> int:
-        """Pixels by which the page is wider than its window."""
-        return self.driver.execute_script("return document.documentElement.scrollWidth - window.innerWidth")
+        """Most pixels by which what is shown is wider than its box: they are cut off, or scrolled to sideways.
+
+        The window alone does not tell, since Gradio's outermost box cuts off what is too wide for it.
+        """
+        script = """
+        const cuts = e => e === document.documentElement || getComputedStyle(e).overflowX !== 'visible';
+        return Math.max(...[...document.querySelectorAll('html, body *')]
+          .filter(e => e.checkVisibility() && e.clientWidth > 1 && cuts(e)).map(e => e.scrollWidth - e.clientWidth));"""
+        return self.driver.execute_script(script)
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +143,8 @@ def browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def page_over(*servers: Server) -> Iterator[str]:
-    page = build_page(servers)
+def page_over(*servers: Server, results: Sequence[BenchResult] = ()) -> Iterator[str]:
+    page = build_page(servers, results)
     yield launch_page(page, port=None, open_browser=False)
     page.close(verbose=False)
 
@@ -132,12 +156,23 @@ def embedded() -> Iterator[tuple[DemoServer, str]]:
         yield server, url
 
 
+@pytest.fixture(scope="module")
+def tested(embedded) -> Iterator[str]:
+    """The page over the same server with a load test, at 4 and at 8 users."""
+    result = bench_result()
+    eight = [one.model_copy(update={"concurrency": 8, "tokens": 2 * one.tokens}) for one in result.windows]
+    cells = tuple(cells_of([*result.windows, *eight], baseline="ar"))
+    with page_over(Server("embedded", embedded[0].url), results=[result.model_copy(update={"cells": cells})]) as url:
+        yield url
+
+
 @pytest.fixture
 def server(embedded) -> DemoServer:
     """The server of ``embedded``, as if it were new."""
     found = embedded[0]
     new = DemoServer()
-    for name in ("step_seconds", "answer", "refuse", "break_after", "bodies", "most_running", "abandoned", "hold"):
+    changed = "step_seconds answer refuse break_after bodies most_running abandoned hold deterministic"
+    for name in changed.split():
         setattr(found, name, getattr(new, name))
     found.answer = SHORT
     return found
@@ -276,13 +311,61 @@ def test_thinking_folds_and_stays_as_the_reader_left_it(browser, embedded, serve
     assert all(body["chat_template_kwargs"] == {"enable_thinking": True} for body in server.bodies)
 
 
+def test_examples_in_several_languages_fill_the_prompt(browser, embedded, server):
+    browser.open(embedded[1])
+    for workload, examples in EXAMPLES.items():
+        buttons, languages = browser.all(f"#examples-{workload} button"), set()
+        assert [button.text for button in buttons] == list(examples)
+        for button, prompt in zip(buttons, examples.values(), strict=True):
+            button.click()
+            filled = lambda prompt=prompt: browser.all("#prompt textarea")[0].get_property("value") == prompt  # noqa: E731
+            browser.until(filled, f"{button.text} is in the prompt")
+            languages.add(language(prompt))
+        assert len(languages) >= 3, f"{workload}: {languages}"
+    browser.compare({"Plain"})
+    browser.until(browser.ended, "all have ended")
+    assert server.bodies[-1]["messages"] == [{"role": "user", "content": prompt}]
+
+
+def language(text: str) -> str:
+    """Which of the examples' languages a text is in, by its letters and small words."""
+    if re.search("[぀-ヿ]", text):
+        return "Japanese"
+    if re.search("[一-鿿]", text):
+        return "Chinese"
+    small = {"English": "a the of is in that", "German": "die der ist und einem", "French": "la le une est des",
+             "Spanish": "en una un que las"}  # fmt: skip
+    words = set(re.findall(r"\w+", text.lower()))
+    return max(small, key=lambda name: len(words & set(small[name].split())))
+
+
+def test_each_setting_reaches_the_request_under_its_own_name(browser, embedded, server):
+    browser.open(embedded[1])
+    browser.settings()
+    for field, text in {"temperature": "0.7", "length": "48", "seed": "1234", "stops": "END\nFIN"}.items():
+        browser.write(field, text)
+    browser.ask("Heed them all.", columns={"DFly"})
+    browser.until(browser.ended, "all have ended")
+    (body,) = [body for body in server.bodies if body.get("stream")]
+    assert (body["temperature"], body["max_tokens"], body["seed"], body["stop"]) == (0.7, 48, 1234, ["END", "FIN"])
+
+
+def test_a_server_that_heeds_no_seeds_is_named_beside_the_field(browser, embedded, server):
+    browser.open(embedded[1])
+    browser.settings()
+    browser.write("seed", "7")
+    assert "Not heeded by embedded: SGLang heeds seeds only with --enable-determ" in browser.all("#seed")[0].text
+    server.deterministic = True
+    next(button for button in browser.all("button") if button.text == "Look again").click()
+    browser.until(lambda: browser.all("#seed")[0].text == "Seed", "nothing is said")
+    assert browser.all("#seed input")[0].get_property("value") == "7"
+
+
 def test_background_requests_run_beside_and_end_with_the_comparison(browser, embedded, server):
     server.answer = SHORT * 3
     browser.open(embedded[1])
     browser.settings()
-    box = browser.all("#load input[type=number]")[0]
-    box.clear()
-    box.send_keys("3\n")
+    browser.write("load", "3\n")
     browser.ask("Under load.", columns={"Plain"})
     browser.until(browser.ended, "all have ended")
     assert server.most_running == 4
@@ -330,12 +413,48 @@ def test_measured_draws_what_this_visit_measured(browser, embedded, server):
     browser.open(embedded[1])
     browser.ask("Measure.", columns={"Plain", "DFly", "DFly with D-cut"})
     browser.until(browser.ended, "all have ended")
-    tab = next(button for button in browser.all("button[role=tab]") if button.text == "Measured")
-    tab.click()
+    browser.tab("Measured")
     lines = '[...document.querySelectorAll("#acceptance .line, #kept .line")].length'
     browser.until(lambda: browser.driver.execute_script(f"return {lines}") == 4, "both charts have a line per drafter")
     assert browser.texts("#acceptance .lines span") == ["DFly", "DFly with D-cut"]
     assert "angelspec bench serve" in browser.texts("#throughput")[0]
+
+
+def test_a_load_test_is_drawn(browser, tested):
+    browser.open(tested)
+    browser.tab("Measured")
+    assert browser.texts("#throughput .lines span") == ["ar", "dfly", "control"]
+    told = ["ar: 10", "ar: 20", "dfly: 19", "dfly: 38", "control: 11", "control: 22"]
+    assert browser.texts("#throughput circle title") == told
+    places = {text: dot.rect for text, dot in zip(told, browser.all("#throughput circle"), strict=True)}
+    assert places["ar: 10"]["x"] + 200 < places["ar: 20"]["x"] and places["ar: 20"]["y"] > places["dfly: 38"]["y"]
+    assert all(line.is_displayed() and line.rect["width"] > 200 for line in browser.all("#throughput .line"))
+    assert "angelspec bench serve" not in browser.texts("#throughput")[0]
+
+
+def test_how_it_works_is_told_in_a_picture_and_in_words(browser, embedded):
+    browser.open(embedded[1])
+    browser.tab("How it works")
+    (picture,) = browser.all("svg.explain")
+    assert picture.is_displayed() and min(picture.rect["width"], picture.rect["height"]) > 300
+    assert "Draft and verify: one pass for several" in browser.texts("svg.explain text")
+    words = browser.all("body")[0].text  # what is not shown is left out
+    assert "A drafter guesses ahead." in words and "accepted length: tokens per verify step" in words
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [DESKTOP, PHONE])
+def test_no_tab_is_wider_than_the_window(browser, tested, server, width, scheme):
+    server.step_seconds = 0.002
+    browser.open(tested, width=width, scheme=scheme)
+    browser.settings()
+    browser.ask(f"What is at https://{'long' * 20}?")
+    browser.until(browser.ended, "all have ended")
+    shown = {"Compare": ".card.done", "Measured": "#kept .line", "How it works": "svg.explain"}
+    for tab, css in shown.items():
+        browser.tab(tab)
+        browser.until(lambda css=css: any(one.is_displayed() for one in browser.all(css)), f"{tab} is drawn")
+        assert browser.overflow() <= 0, tab
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

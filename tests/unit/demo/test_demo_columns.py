@@ -9,7 +9,16 @@ from demo_server import DRAFTERS, DemoServer
 
 from angelspec.core.errors import RequestError
 from angelspec.core.request_label import parse_label
-from angelspec.demo.columns import Seen, Server, lanes, look, offered_columns, offered_modes, parse_servers
+from angelspec.demo.columns import (
+    Seen,
+    Server,
+    lanes,
+    look,
+    offered_columns,
+    offered_modes,
+    parse_servers,
+    seed_note,
+)
 from angelspec.demo.render import server_lines
 from angelspec.serving.wire import server_info
 
@@ -17,9 +26,10 @@ HERE = Server("embedded", "http://127.0.0.1:30000")
 
 
 def seen(
-    server: Server = HERE, *, drafters=DRAFTERS, extension: bool = True, model: str | None = None, algorithm=None
-) -> Seen:
-    body = DemoServer(extension=extension, algorithm=algorithm).info()
+    server: Server = HERE, *, drafters=DRAFTERS, extension: bool = True, model: str | None = None, algorithm=None,
+    deterministic: bool = False,
+) -> Seen:  # fmt: skip
+    body = DemoServer(extension=extension, algorithm=algorithm, deterministic=deterministic).info()
     if extension:
         body["internal_states"][0]["angelspec"]["drafters"] = drafters
     return Seen(server, server_info({**body, "model_path": model or body["model_path"]}))
@@ -73,6 +83,15 @@ def test_modes_are_those_of_the_target():
     assert offered_modes([seen(extension=False)]) == ("no-think",)
     assert offered_modes([seen(extension=False, model="Qwen/Qwen3-8B")]) == ("no-think", "high-think")
     assert offered_modes([]) == ("no-think",)
+
+
+def test_servers_that_heed_no_seeds_are_named():
+    stock, gone = Server("stock", "http://127.0.0.1:1"), Seen(Server("gone", "http://127.0.0.1:9"), error="refused")
+    heeding = seen(stock, extension=False, deterministic=True)
+    note = seed_note([seen(), heeding, gone])
+    assert note.startswith("Not heeded by embedded: ") and "--enable-deterministic-inference" in note
+    assert seed_note([seen(), seen(stock, extension=False)]).startswith("Not heeded by embedded, stock: ")
+    assert seed_note([heeding, seen(deterministic=True), gone]) == seed_note([gone]) == ""
 
 
 def test_columns_of_one_machine_wait_for_each_other():

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from angelspec.core.errors import CheckpointError
+from angelspec.demo.columns import Seen, Server
+from angelspec.serving.wire import server_info
 from sglang_ext import compat, plugin, settings
 from tests.engine_builders import write_tiny_bundle
 
@@ -66,6 +68,13 @@ def test_what_is_refused_are_arguments_of_sglang() -> None:
 
     assert [name for name in UNSUPPORTED if not hasattr(ServerArgs, name)] == []
     assert not hasattr(ServerArgs, "no_such_argument")
+
+
+def test_a_server_says_whether_it_heeds_seeds() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    everything_on = server_info(dict.fromkeys(vars(ServerArgs), True))
+    assert Seen(Server("a", "http://a"), everything_on).heeds_seeds
 
 
 def test_nothing_happens_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
