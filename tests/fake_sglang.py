@@ -37,7 +37,7 @@ class Behaviour:
     """False: plain SGLang."""
     metadata: bool = True
     dies: str | None = None
-    """"start": before it listens; "probe": at the first request."""
+    """"start": before it listens; "probe": at the first request; "bind": it can't listen, and waits."""
     words: str | None = None
     """The answer, one word per token; None: made from the prompt."""
     break_after: int | None = None
@@ -364,6 +364,13 @@ def main(arguments: list[str]) -> None:
     if behaviour.dies == "start":
         print("RuntimeError: the draft model lacks draft.layers.0.weight", flush=True)
         raise SystemExit(7)
+    if behaviour.dies == "bind":
+        print(
+            "ERROR:    [Errno 98] error while attempting to bind on address: in use",
+            flush=True,
+        )
+        print("INFO:     Waiting for application shutdown.", flush=True)
+        time.sleep(600)
     if behaviour.child:
         child = subprocess.Popen(
             [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]

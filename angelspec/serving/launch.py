@@ -26,6 +26,8 @@ _HEALTH_POLL = 0.5
 _SHOWN_LINES = 25
 _DYING_SECONDS = 3.0
 """Between the last connection of a server that dies and its end."""
+_TAKEN = "error while attempting to bind on address"
+"""What SGLang's web server says before it waits for ever, where another took the port while the model was loaded."""
 _EVERY = 10.0
 """Seconds between two lines of progress."""
 
@@ -141,6 +143,8 @@ def _wait_until_healthy(server: ServerProcess, client: Client, *, say: Say, time
     while True:
         if server.exit_code is not None:
             raise _ended(server, "the server ended while it started")
+        if any(_TAKEN in line for line in server.last_lines(_SHOWN_LINES)):  # what answers there is another server
+            raise _failed(server, f"{client.url} was taken by another program meanwhile", "choose another with --port")
         if client.healthy():
             say(f"healthy after {time.monotonic() - started:.0f} s")
             return

@@ -133,6 +133,15 @@ def test_the_server_reads_the_resolved_bundle_from_the_cache(start, tmp_path):
     assert written.drafters[0].source == str(tmp_path / "mtp")
 
 
+def test_a_port_that_is_taken_while_the_server_starts_ends_it(start):
+    began = time.monotonic()
+    _, error, processes = start(behaviour={"dies": "bind"})
+    assert isinstance(error, StartFailed)
+    assert "was taken by another program meanwhile" in error.message and "--port" in error.mend
+    assert time.monotonic() - began < 30
+    assert _gone(processes)
+
+
 def test_a_server_that_dies_at_start_shows_its_last_words(start):
     _, error, processes = start(behaviour={"dies": "start"})
     assert isinstance(error, StartFailed)
