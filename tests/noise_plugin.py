@@ -6,8 +6,7 @@ Requests whose id begins with ``noise`` get random confidences for whatever was 
 holds a random token. Where an id ends in ``@`` and a number, the engine's random numbers begin anew from this seed with
 the first step of such requests.
 
-SGLang loads this module as a plugin of its own, which puts itself around the worker's planning, drafting and
-verification.
+SGLang loads this module as a plugin of its own, which puts itself around the worker's planning, drafting and packing.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def register() -> None:
 
     HookRegistry.register("sglang_ext.worker.AngelSpecWorker._begin", _begin, HookType.AROUND)
     HookRegistry.register("sglang_ext.worker.AngelSpecWorker._draft", _draft, HookType.AROUND)
-    HookRegistry.register("sglang_ext.worker.verify", _verify, HookType.AROUND)
+    HookRegistry.register("sglang_ext.worker.pack", _pack, HookType.AROUND)
 
 
 def _begin(original: Any, worker: Any, rows: list[Any]) -> Any:
@@ -58,9 +57,9 @@ def _note(letters: str) -> None:
         file.write(letters)
 
 
-def _verify(original: Any, executor: Any, runner: Any, batch: Any, window: Any, block_BW: Any, kept: Any) -> Any:
+def _pack(original: Any, runner: Any, window: Any, block_BW: Any, kept: Any) -> Any:
     for row, number in enumerate(kept):
         beyond = block_BW[row, number + 1 :]
         beyond[:] = torch.tensor([_dice.randrange(runner.model_config.vocab_size) for _ in beyond])
         _note("s" * len(beyond))
-    return original(executor, runner, batch, window, block_BW, kept)
+    return original(runner, window, block_BW, kept)

@@ -214,4 +214,5 @@ def test_the_prefix_cache_is_kept_apart_by_mode_alone(client: Client) -> None:
 
     assert cached("dfly", "no-think") == 0
     assert cached("dfly-high-think", "high-think") == 0, "drafters of another mode have no entries there"
-    assert cached("mtp", "no-think") == cached("ar", "no-think") == cached("ar", "high-think") == len(prompt) - 1
+    # the last token is computed in any case, and MTP's entry of the one before it reads it
+    assert cached("mtp", "no-think") == cached("ar", "no-think") == cached("ar", "high-think") == len(prompt) - 2
