@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from angelspec.cli.options import server_key
+from angelspec.cli.options import drafter_mode, served_drafters, served_target, server_key
 from angelspec.core.errors import BundleError, MissingRequirement
 from angelspec.core.installing import install_hint
+from angelspec.core.modes import Mode
 
 if TYPE_CHECKING:
     from gradio import Blocks
-
-    from angelspec.serving.plan import ServePlan
 
 SHIPPED_BUNDLE = "bundle.yaml"
 """The bundle of the shipped drafters, in the folder ``checkpoints``."""
@@ -31,11 +30,14 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
     help="A server that runs already; may repeat. With and without angelspec's extension.",
 )
 @server_key
+@served_target
+@served_drafters
+@drafter_mode
 @click.option(
     "--bundle",
     "bundle_file",
     type=click.Path(path_type=Path),
-    help="Without --server: the bundle to serve (default: that of the drafters in the folder checkpoints).",
+    help="A bundle file in place of --target and --drafter (default: that of the drafters in the folder checkpoints).",
 )
 @click.option(
     "--results",
@@ -51,6 +53,9 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def demo(
     servers: tuple[str, ...],
     api_key: str | None,
+    target: str | None,
+    drafters: tuple[str, ...],
+    mode: Mode | None,
     bundle_file: Path | None,
     result_files: tuple[Path, ...],
     host: str,
@@ -60,15 +65,23 @@ def demo(
 ) -> None:
     """Compare drafters in the browser: one prompt, answered side by side, with live figures.
 
-    Without --server one engine is started with the shipped drafters (or those of --bundle) and ended with the page.
-    With --server the page compares servers that run already. Nothing is sent anywhere but to these servers.
+    Without --server one engine is started with the shipped drafters (or those of --bundle, or --target with --drafter)
+    and ended with the page. With --server the page compares servers that run already. Nothing is sent anywhere but to
+    these servers.
 
     Exit codes: 0 stopped by Ctrl-C; 2 something does not fit or is missing; 9 and 10 as of `angelspec serve`.
     """
     if importlib.util.find_spec("gradio") is None:
         raise MissingRequirement("the demo needs Gradio", mend=install_hint("demo" if servers else "serve"))
-    if servers and bundle_file is not None:
-        raise BundleError("--server and --bundle exclude each other", mend="give one of them")
+    from angelspec.cli import serving_parts
+
+    chosen = bundle_file is not None or target is not None or bool(drafters)
+    if servers and chosen:
+        raise BundleError("--server, --bundle and --target with --drafter exclude each other", mend="give one of them")
+    if chosen:
+        serving_parts.check_choice(bundle_file, target=target, drafters=drafters, command="demo")
+    elif not servers:
+        bundle_file = _shipped_bundle()
     from angelspec.demo.app import build_page, launch_page
     from angelspec.demo.columns import Server, parse_servers
     from angelspec.serving.bench_result import RESULT_FILE, BenchResult
@@ -93,7 +106,14 @@ def demo(
     if servers:
         show(build_page(parse_servers(servers, api_key=api_key), results))
         return
-    plan = _plan(bundle_file, engine_port=free_port("127.0.0.1"))
+    plan = serving_parts.shown_plan(
+        bundle_file,
+        target=target,
+        drafters=drafters,
+        mode=mode,
+        host="127.0.0.1",
+        port=free_port("127.0.0.1"),
+    )
     page = build_page([Server("embedded", plan.url)], results)
     try:
         run_server(plan, say=say, show_log=None if quiet else say, ready=lambda _: show(page))
@@ -101,19 +121,18 @@ def demo(
         page.close(verbose=False)
 
 
-def _plan(bundle_file: Path | None, *, engine_port: int) -> ServePlan:
-    """The plan of the embedded engine.
+def _shipped_bundle() -> Path:
+    """The bundle of the shipped drafters.
 
     Raises:
-        BundleError: no drafters ship with this version, and none were given.
+        BundleError: none ship with this version.
     """
-    from angelspec.cli import serving_parts
     from angelspec.core.locations import resource_folder
 
-    path = bundle_file or resource_folder("checkpoints") / SHIPPED_BUNDLE
-    if bundle_file is None and not path.is_file():
+    path = resource_folder("checkpoints") / SHIPPED_BUNDLE
+    if not path.is_file():
         raise BundleError(
             f"no drafters ship with this version ({path} is missing)",
-            mend="give --bundle FILE (made by `angelspec bundle create`), or --server NAME=URL",
+            mend="give --bundle FILE (see `angelspec bundle create`), --target with --drafter, or --server NAME=URL",
         )
-    return serving_parts.shown_plan(path, host="127.0.0.1", port=engine_port)
+    return path

@@ -15,6 +15,21 @@ server_key = click.option(
 )
 """Decorates a command that asks running servers; gives it ``api_key``."""
 
+served_target = click.option(
+    "--target", metavar="TARGET", help="A folder, hf:ORG/NAME, modelscope:ORG/NAME, or a known target's name."
+)
+"""Decorates a command that starts a server; gives it ``target``."""
+
+served_drafters = click.option(
+    "--drafter",
+    "drafters",
+    multiple=True,
+    metavar="[NAME=]CHECKPOINT",
+    help="A folder, hf:ORG/NAME, modelscope:ORG/NAME or a registered name; may repeat. NAME is what requests may route "
+    "by (default: the algorithm, such as dfly or mtp).",
+)
+"""Decorates a command that starts a server; gives it ``drafters``."""
+
 drafter_mode = click.option(
     "--mode",
     type=click.Choice(MODES),

@@ -6,25 +6,15 @@ from pathlib import Path
 
 import click
 
-from angelspec.cli.options import drafter_mode
-from angelspec.core.errors import BundleError
+from angelspec.cli.options import drafter_mode, served_drafters, served_target
 from angelspec.core.modes import Mode
 
 _START_SECONDS, _GRACE_SECONDS = 900.0, 30.0
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
-@click.option(
-    "--target", metavar="TARGET", help="A folder, hf:ORG/NAME, modelscope:ORG/NAME, or a known target's name."
-)
-@click.option(
-    "--drafter",
-    "drafters",
-    multiple=True,
-    metavar="[NAME=]CHECKPOINT",
-    help="A folder, hf:ORG/NAME, modelscope:ORG/NAME or a registered name; may repeat. NAME is what requests may route "
-    "by (default: the algorithm, such as dfly or mtp).",
-)
+@served_target
+@served_drafters
 @drafter_mode
 @click.option(
     "--bundle",
@@ -89,8 +79,7 @@ def serve(
     from angelspec.serving.launch import check_port, free_port, write_bundle
     from angelspec.serving.launch import serve as run_server
 
-    if (bundle_file is None) == (target is None) or (target is not None) != bool(drafters):
-        raise BundleError("give either --bundle FILE, or --target with --drafter", mend="see `angelspec serve --help`")
+    serving_parts.check_choice(bundle_file, target=target, drafters=drafters, command="serve")
     port = port or free_port(host)
     if not dry_run:
         check_port(host, port)

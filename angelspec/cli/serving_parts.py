@@ -10,6 +10,7 @@ import click
 from filelock import FileLock
 
 from angelspec.cli.drafters import find
+from angelspec.core.errors import BundleError
 from angelspec.core.fingerprint import fingerprint
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.known_targets import KNOWN_TARGETS
@@ -23,6 +24,24 @@ from angelspec.serving.resolving import Examined, FoundDrafter, FoundTarget, Par
 def parts() -> Parts:
     """The real ones."""
     return Parts(find_target=find_target, find_drafter=find_drafter, examine=examine, digest=model_digest)
+
+
+def check_choice(bundle_file: Path | None, *, target: str | None, drafters: Sequence[str], command: str) -> None:
+    """Refuse what is neither a bundle nor a target with its drafters, or is both.
+
+    Args:
+        bundle_file: as on the command line.
+        target: as on the command line.
+        drafters: as on the command line.
+        command: of angelspec, whose help says more.
+
+    Raises:
+        BundleError: the choice is not one of the two.
+    """
+    if (bundle_file is None) == (target is None) or (target is not None) != bool(drafters):
+        raise BundleError(
+            "give either --bundle FILE, or --target with --drafter", mend=f"see `angelspec {command} --help`"
+        )
 
 
 def shown_plan(

@@ -12,9 +12,9 @@ import httpx
 import psutil
 import pytest
 from click.testing import CliRunner
-from serving_builders import install_fake_sglang, plan_of, resolved_bundle
+from serving_builders import fake_parts, install_fake_sglang, plan_of, resolved_bundle, target_folder
 
-from angelspec.cli import demo_commands
+from angelspec.cli import demo_commands, serving_parts
 from angelspec.cli.main import cli
 from angelspec.serving.launch import free_port
 
@@ -39,6 +39,7 @@ def test_wrong_arguments_are_refused(tmp_path):
     assert "NAME=URL" in failed("--port", "0", "--server", "nonsense")
     assert "can't be listened on" in failed("--port", "0", "--host", "no.such.host.invalid")
     assert "exclude each other" in failed("--server", "a=http://127.0.0.1:9", "--bundle", "x.yaml")
+    assert "exclude each other" in failed("--server", "a=http://a:9", "--drafter", "d", "--host", "host.invalid")
     (tmp_path / "r.json").write_text("{}", encoding="utf-8")
     assert "bench serve" in failed("--server", "a=http://127.0.0.1:9", "--results", str(tmp_path / "r.json"))
 
@@ -73,11 +74,42 @@ def test_without_drafters_it_says_what_to_give(tmp_path, monkeypatch):
 
 
 @needs_gradio
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--target", "t"], ["--drafter", "d"], ["--bundle", "b.yaml", "--drafter", "d"],
+        ["--bundle", "b.yaml", "--target", "t", "--drafter", "d"],
+    ],
+)  # fmt: skip
+def test_a_choice_is_refused_as_serve_refuses_it(arguments):
+    said = failed(*arguments)
+    assert "give either --bundle FILE, or --target with --drafter" in said and "angelspec demo --help" in said
+    assert said == CliRunner().invoke(cli, ["serve", *arguments]).output.replace("serve --help", "demo --help")
+
+
+@needs_gradio
+def test_a_target_is_served_with_its_drafters_as_by_serve(tmp_path, monkeypatch):
+    install_fake_sglang(tmp_path, monkeypatch)
+    monkeypatch.setattr(serving_parts, "parts", lambda: fake_parts(tmp_path, mode=None))
+    started = []
+    monkeypatch.setattr("angelspec.serving.launch.serve", lambda plan, **_: started.append(plan))
+    target, drafters = target_folder(tmp_path / "target"), (tmp_path / "mtp", f"mine={tmp_path / 'dfly'}")
+    named = ["--target", target, *(word for drafter in drafters for word in ("--drafter", drafter))]
+    for command in (["demo", "--no-browser"], ["serve"]):
+        arguments = [*command, "--port", "0", "--mode", "high-think", *named]
+        result = CliRunner().invoke(cli, [str(word) for word in arguments])
+        assert result.exit_code == 0, result.output
+    ours, theirs = (plan.resolved.bundle for plan in started)
+    assert ours == theirs
+    assert [f"{drafter.name} {drafter.mode}" for drafter in ours.drafters] == ["mtp high-think", "mine high-think"]
+
+
+@needs_gradio
 def test_one_engine_is_started_shown_and_ended_with_the_page(tmp_path, monkeypatch):
     install_fake_sglang(tmp_path, monkeypatch)
     page = free_port("127.0.0.1")
     bundle = resolved_bundle(tmp_path)
-    monkeypatch.setattr(demo_commands, "_plan", lambda file, *, engine_port: plan_of(bundle, port=engine_port))
+    monkeypatch.setattr(serving_parts, "shown_plan", lambda *_, port, **__: plan_of(bundle, port=port))
     found, said, announced = {}, [], threading.Event()
 
     def echo(text: str, **_) -> None:
