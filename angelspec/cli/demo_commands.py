@@ -44,7 +44,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
     "result_files",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="A result of `angelspec bench serve` to draw, file or folder; may repeat.",
+    help="A result of `angelspec bench serve` to draw, file or folder; may repeat (default: that beside the bundle).",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the page.")
 @click.option("--port", type=click.IntRange(0, 65535), default=7860, show_default=True, help="0: a free one.")
@@ -88,6 +88,8 @@ def demo(
     from angelspec.serving.launch import check_port, free_port
     from angelspec.serving.launch import serve as run_server
 
+    if not result_files and bundle_file is not None and (bundle_file.parent / RESULT_FILE).is_file():
+        result_files = (bundle_file.parent,)
     results = [BenchResult.load(path / RESULT_FILE if path.is_dir() else path) for path in result_files]
     port = port or free_port(host)
     check_port(host, port)

@@ -7,12 +7,13 @@ import os
 import signal
 import socket
 import threading
+from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
 from click.testing import CliRunner
-from serving_builders import fake_parts, install_fake_sglang, plan_of, resolved_bundle, target_folder
+from serving_builders import bench_result, fake_parts, install_fake_sglang, plan_of, resolved_bundle, target_folder
 
 from angelspec.cli import demo_commands, serving_parts
 from angelspec.cli.main import cli
@@ -21,6 +22,14 @@ from angelspec.serving.launch import free_port
 needs_gradio = pytest.mark.skipif(
     importlib.util.find_spec("gradio") is None, reason="the extra 'demo' is not installed"
 )
+
+
+class FakePage:
+    def block_thread(self) -> None:
+        pass
+
+    def close(self, *, verbose: bool) -> None:
+        pass
 
 
 def failed(*arguments: str) -> str:
@@ -47,17 +56,34 @@ def test_wrong_arguments_are_refused(tmp_path):
 @needs_gradio
 def test_the_servers_key_reaches_the_page(monkeypatch):
     built = []
-
-    class Page:
-        def block_thread(self) -> None:
-            pass
-
-    monkeypatch.setattr("angelspec.demo.app.build_page", lambda servers, results: built.extend(servers) or Page())
+    monkeypatch.setattr("angelspec.demo.app.build_page", lambda servers, results: built.extend(servers) or FakePage())
     monkeypatch.setattr("angelspec.demo.app.launch_page", lambda page, **_: "http://page")
     monkeypatch.setenv("ANGELSPEC_SERVER_KEY", "s3cret")
     arguments = ["demo", "--no-browser", "--port", "0", "--server", "a=http://127.0.0.1:9"]
     assert CliRunner().invoke(cli, arguments).exit_code == 0
     assert built[0].api_key == "s3cret"
+
+
+@needs_gradio
+@pytest.mark.parametrize("named", [False, True])
+def test_the_load_test_beside_a_bundle_is_drawn(tmp_path, monkeypatch, named):
+    """And one that is named instead of it."""
+    drawn = []
+    monkeypatch.setattr("angelspec.demo.app.build_page", lambda servers, results: drawn.extend(results) or FakePage())
+    monkeypatch.setattr(serving_parts, "shown_plan", lambda *parts, **settings: SimpleNamespace(url="http://engine"))
+    monkeypatch.setattr("angelspec.serving.launch.serve", lambda plan, **settings: None)
+    (tmp_path / "bundle.yaml").write_text("{}")
+    beside = bench_result()
+    beside.save(tmp_path)
+    arguments = ["demo", "--no-browser", "--port", "0", "--bundle", str(tmp_path / "bundle.yaml")]
+    other = beside.model_copy(update={"url": "http://other"})
+    if named:
+        (tmp_path / "other").mkdir()
+        other.save(tmp_path / "other")
+        arguments += ["--results", str(tmp_path / "other")]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    assert drawn == [other if named else beside]
 
 
 @needs_gradio
