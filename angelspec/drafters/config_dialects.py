@@ -28,7 +28,7 @@ from angelspec.drafters.mtp_config_dialects import (
     write_mtp_config,
 )
 from angelspec.drafters.problem import Findings
-from angelspec.drafters.speculators_config import flattened, is_speculators, write_speculators_config
+from angelspec.drafters.speculators_config import flattened, is_speculators, layer_keys, write_speculators_config
 
 OWN_SECTION = "angelspec"
 """Key under which our exports keep the whole configuration in one spelling."""
@@ -345,20 +345,8 @@ def _write_block_config(config: BlockDrafterConfig, *, dialect: Dialect, dtype: 
     written: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": "qwen3" if dialect != "angelspec" else _MODEL_TYPE.get(algorithm, "qwen3"),
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
+        **layer_keys(config),
         "draft_vocab_size": config.vocab_size,
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
-        **config.rope.to_config(),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
         "target_hidden_size": config.target_hidden_size,
         "target_num_hidden_layers": config.target_num_layers,
         **block,

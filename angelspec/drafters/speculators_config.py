@@ -48,6 +48,25 @@ def flattened(config: Mapping[str, Any], findings: Findings) -> dict[str, Any] |
     return {**layers, **flat, "architectures": [_ARCHITECTURES[kind][1]]}
 
 
+def layer_keys(config: BlockDrafterConfig) -> dict[str, Any]:
+    """The keys of a block drafter's layers that every format spells alike."""
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        **config.rope.to_config(),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
 def write_speculators_config(
     config: BlockDrafterConfig, *, dtype: str, verifier: str | None, architectures: list[str]
 ) -> dict[str, Any]:
@@ -73,19 +92,7 @@ def write_speculators_config(
         },
         _LAYERS: {
             "model_type": "qwen3",
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "vocab_size": config.vocab_size,
-            "rms_norm_eps": config.rms_norm_eps,
-            "max_position_embeddings": config.max_position_embeddings,
-            **config.rope.to_config(),
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "tie_word_embeddings": False,
+            **layer_keys(config),
         },
         _TAPS: [item + 1 for item in config.target_layer_ids],
         "block_size": config.block_size,

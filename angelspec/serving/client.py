@@ -248,7 +248,8 @@ class AsyncClient:
 
 def _check_switched(response: httpx.Response) -> None:
     check(response, response.content)
-    if response.json() != [True] * len(response.json()):  # SGLang answers 200 also where it refuses, once per scheduler
+    said = response.json()
+    if not said or said != [True] * len(said):  # SGLang answers 200 also where it refuses, once per scheduler
         raise RequestRefused(
             "the server did not take the switch of speculation",
             status=response.status_code,
