@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from evaluation_builders import small_report
-from hub_servers import start
+from hub_servers import LoopbackHub, start
 from huggingface_hub import constants
 
 from angelspec.cli.main import cli
@@ -36,6 +37,22 @@ def command(*arguments: Any) -> str:
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+LIST = r"GET .*(/tree/|/repo/files)"
+"""Requests by which either hub lists files."""
+
+
+@dataclass
+class FailureRow:
+    """What every table of failures says of one."""
+
+    what: str
+    arrange: Callable[[LoopbackHub, pytest.MonkeyPatch], None]
+    code: int
+    """Exit code."""
+    message: str
+    """Pattern of what is said."""
 
 
 @contextmanager

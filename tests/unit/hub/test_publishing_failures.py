@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from hub_builders import run
-from hub_servers import SERVERS, SIGNATURE, LoopbackHub
+from hub_builders import FailureRow, run
+from hub_servers import SERVERS, SIGNATURE
 
 from angelspec.core.repositories import Repository
 from angelspec.hub import hugging_face
@@ -26,20 +25,14 @@ NAME = "alice/tiny"
 CREATE = r"POST /api/(repos/create|v1/models)$"
 COMMIT = r"POST .*/commit/"
 WHO = r"GET .*(whoami-v2|users/me)"
-LIST = r"GET .*(/tree/|/repo/files)"
 PUT = r"PUT /blob-store/"
 SEND = r"(POST|PUT) "
 
 
 @dataclass
-class Row:
+class Row(FailureRow):
     """One failure."""
 
-    what: str
-    arrange: Callable[[LoopbackHub, pytest.MonkeyPatch], None]
-    code: int
-    message: str
-    """Pattern of the outcome's text."""
     private: bool = True
     """Whether it is to be."""
     commits: int = 0

@@ -10,13 +10,13 @@ import json
 import re
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hub_builders import run
+from hub_builders import LIST, FailureRow, run
 from hub_servers import SERVERS, LoopbackHub
 
 from angelspec.core.repositories import Repository
@@ -24,21 +24,15 @@ from angelspec.hub import pull as module
 from angelspec.hub.pull import cached
 
 NAME = "alice/tiny"
-LIST = r"GET .*(/tree/|/repo/files)"
 GET = r"GET .*(/resolve/|FilePath=)"
 WEIGHTS = r"GET .*(resolve.*|FilePath=)model\.safetensors"
 GATED = {"status": 403, "headers": {"X-Error-Code": "GatedRepo", "X-Error-Message": "access is restricted"}}
 
 
 @dataclass
-class Row:
+class Row(FailureRow):
     """One failure."""
 
-    what: str
-    arrange: Callable[[LoopbackHub, pytest.MonkeyPatch], None]
-    code: int
-    message: str
-    """Pattern of what the command shows."""
     revision: str = ""
     output: str | None = None
     only: str | None = None
