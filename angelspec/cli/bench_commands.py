@@ -173,7 +173,14 @@ def length_command(
     type=click.IntRange(min=1),
     default=32,
     show_default=True,
-    help="Measured requests per window, at least twice the concurrency.",
+    help="Measured requests per window.",
+)
+@click.option(
+    "--requests-per-user",
+    type=click.IntRange(min=2),
+    default=2,
+    show_default=True,
+    help="At least so many times the concurrency, so that windows of many users last long enough.",
 )
 @click.option(
     "--max-tokens",
@@ -223,6 +230,7 @@ def serve_command(
     routes: tuple[str, ...],
     cuts: tuple[str, ...],
     requests: int,
+    requests_per_user: int,
     max_tokens: int,
     temperature: float,
     repeats: int,
@@ -258,6 +266,7 @@ def serve_command(
     settings = BenchSettings(
         concurrency=tuple(dict.fromkeys(concurrency)),
         requests=requests,
+        requests_per_user=requests_per_user,
         max_tokens=max_tokens,
         temperature=temperature,
         repeats=repeats,

@@ -77,6 +77,8 @@ class BenchSettings(BaseModel):
     concurrency: tuple[int, ...]
     requests: int = Field(ge=1)
     """Measured requests per window, the warm-up's besides; see ``window_requests``."""
+    requests_per_user: int = Field(2, ge=2)
+    """Of every window at the least, so that windows of many users last as long as those of one."""
     max_tokens: int = Field(ge=1)
     """Longest answer; shorter ones end by themselves."""
     temperature: float = Field(ge=0)
@@ -89,13 +91,13 @@ class BenchSettings(BaseModel):
     """A shorter window is marked."""
 
     def window_requests(self, concurrency: int) -> int:
-        """Measured requests of a window: at least two of every user."""
-        return max(self.requests, 2 * concurrency)
+        """Measured requests of a window."""
+        return max(self.requests, self.requests_per_user * concurrency)
 
     @property
     def window_text(self) -> str:
         """The same in words."""
-        return f"{self.requests} requests or twice the concurrency"
+        return f"{self.requests} requests, at least {self.requests_per_user} per user"
 
 
 class Window(BaseModel):

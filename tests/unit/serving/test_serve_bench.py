@@ -73,6 +73,15 @@ def test_reserved_names_are_refused():
         mixed_traffic([_traffic("a", 1), _traffic("mixed", 1)])
 
 
+@pytest.mark.parametrize(("requests", "per_user", "expected"), [(8, 2, (8, 8, 32)), (8, 6, (8, 24, 96))])
+def test_windows_of_many_users_are_no_shorter(requests, per_user, expected):
+    settings = BenchSettings(
+        concurrency=(1, 4, 16), requests=requests, requests_per_user=per_user, max_tokens=8, temperature=0, repeats=1,
+        seed=0, mode=None, minimum_seconds=1,
+    )  # fmt: skip
+    assert tuple(settings.window_requests(users) for users in settings.concurrency) == expected
+
+
 def test_the_order_is_rotated_so_that_each_choice_has_each_place():
     choices = choices_of(["mtp", "dfly"], ["auto"])
     places = Counter(
