@@ -145,7 +145,7 @@ def run_bench(
     Args:
         url: server with the extension.
         traffics: prompt sets.
-        settings: how to measure; requests per window are raised to ``requests_per_user`` times the concurrency where they are fewer.
+        settings: how to measure; requests per window are at least ``requests_per_user`` times the concurrency.
         choices: what to compare, plain decoding among it.
         control_url: a server without the extension.
         api_key: of both servers.
