@@ -13,7 +13,7 @@ HUBS := tests/unit/hub tests/e2e/test_publish_road.py
 # a build of torch for the tests; empty: what pip chooses, which may be a CUDA build of several GB
 TORCH ?=
 
-.PHONY: run test test-main test-serve browser lint clean
+.PHONY: run test test-main test-serve test-slow browser lint clean
 run: $(VENV)/.core
 	$(BIN)/angelspec recipe run smollm2-dfly-nothink --preset quick
 
@@ -24,8 +24,13 @@ test-main: $(VENV)/.dev browser
 	ANGELSPEC_REQUIRE_HUBS=1 ANGELSPEC_HUB_MAJOR=2 $(BIN)/python -m pytest -m "not slow" -q -n 2 --dist loadfile
 
 # SGLang pins the other supported major version of huggingface_hub, so the tests of the hubs run here, too
-test-serve: $(SERVE)/.ready
+test-serve: $(SERVE)/.ready browser
 	ANGELSPEC_REQUIRE_HUBS=1 ANGELSPEC_HUB_MAJOR=1 $(SERVE)/bin/python -m pytest -m "not slow" -q tests/unit/sglang_ext tests/e2e/serving $(HUBS)
+
+# the longer matrices: the law with planted faults, SmolLM2 against stock SGLang, the shipped drafters' recorded figures
+test-slow: $(VENV)/.dev $(SERVE)/.ready
+	$(BIN)/python -m pytest -m slow -q
+	$(SERVE)/bin/python -m pytest -m slow -q tests/e2e/serving
 
 # the page is tested in Chromium; where it is missing and can't be installed, those tests are skipped and say so
 browser:
@@ -51,7 +56,7 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 
 $(SERVE)/.ready: pyproject.toml | $(VENV)/bin/python
 	$(PYTHON) -m venv $(SERVE)
-	$(SERVE)/bin/pip install --quiet --editable '.[serve,modelscope]' pytest pytest-timeout scipy
+	$(SERVE)/bin/pip install --quiet --editable '.[serve,demo,modelscope]' pytest pytest-timeout scipy selenium
 	touch $@
 
 clean:

@@ -19,6 +19,7 @@ from angelspec.core.engine import ALGORITHM, RAGGED_BACKENDS, RUNNING_REQUESTS
 from angelspec.core.errors import AngelspecError
 from sglang_ext.compat import CustomSpecAlgo, ServerArgs, SpeculativeAlgorithm
 from sglang_ext.engine_hooks import check_applied
+from sglang_ext.local_bundle import settle_bundle
 from sglang_ext.settings import check_contents, current_plan, draft_folder
 
 
@@ -78,6 +79,7 @@ class AngelSpecAlgorithm(CustomSpecAlgo):
                 f"{_POST_CAPTURE}: the pools are not whole yet when the costs of a step are measured", mend="unset it"
             )
         check_applied()
+        settle_bundle()
         plan = current_plan()
         check_contents(plan, Path(server_args.model_path))
         folder = draft_folder(plan, ranks=server_args.tp_size, dtype=target_dtype(server_args))

@@ -59,7 +59,7 @@ class CostTracker:
             scale.add(_bounded(math.log(verify_seconds / expected)))
         shares = {name: costs.draft_seconds(name, rows) or 0.0 for name, rows in step.drafted.items()}
         expected = sum(shares.values())
-        if expected and draft_seconds > 0:
+        if expected and draft_seconds > 0 and shares.keys() <= self._draft.keys():
             ratio = _bounded(math.log(draft_seconds / expected))
             for name, share in shares.items():  # which of several took longer is not known: all did, by their shares
                 self._draft[name].add(ratio, weight=share / expected)

@@ -23,7 +23,7 @@ class Outcome:
     outputs: list[int]
     """Output tokens of each row's request before the step."""
     ended: set[int] = field(default_factory=set)
-    """Rows whose request had ended before."""
+    """Rows whose request had ended before, or was retracted: their tokens are dropped."""
 
     def ends(self, known: ServedRequest) -> bool:
         """A request has ended: whether with this step. If before it, its row is noted."""
@@ -34,7 +34,15 @@ class Outcome:
                 self.ended.add(row)
         return False
 
+    def leave_out_dropped(self) -> None:
+        """Note the rows whose tokens SGLang drops and nobody tells: a request that ended with its first token, or was
+        retracted, while the step was on its way."""
+        for row, known in enumerate(self.rows):
+            req = known.req
+            if len(req.output_ids) <= self.outputs[row] and (req.is_retracted or req.finished()):
+                self.ended.add(row)
+
     @property
     def accepted(self) -> list[int | None]:
-        """Accepted proposals by row; None where the request had ended before."""
+        """Accepted proposals by row; None where the tokens are dropped."""
         return [None if row in self.ended else number - 1 for row, number in enumerate(self.report.committed)]

@@ -30,7 +30,7 @@ from sglang_ext.settings import EnginePlan
 logger = logging.getLogger(__name__)
 CONTEXT = 192
 """Tokens per row while measuring."""
-_REVISION = 4
+_REVISION = 5
 """Raised when the extension's own part of a step takes another time than before."""
 _ROUNDS = 3
 _SECONDS_AT_MOST = 45.0
@@ -119,8 +119,17 @@ def graph_tiers(runner: Any) -> tuple[int, ...]:
     return tuple(sorted(graphs.capture_num_tokens or ())) if graphs is not None else ()
 
 
-def padded_slots(runner: Any, slots: int) -> int:
+def graph_batch_size(runner: Any) -> int | None:
+    """Rows of the largest batch that runs from a graph; None: there are no graphs."""
+    graphs = runner.decode_cuda_graph_runner
+    return int(graphs.max_bs) if graphs is not None else None
+
+
+def padded_slots(runner: Any, slots: int, *, batch_size: int) -> int:
     """Slots that a verification of so many takes: those of the smallest captured graph that holds them."""
+    most = graph_batch_size(runner)
+    if most is None or batch_size > most:  # run without a graph, where what pads would be computed for nothing
+        return slots
     return next((tier for tier in graph_tiers(runner) if tier >= slots), slots)
 
 
@@ -138,7 +147,7 @@ class Profiler:
         pool = worker.model_runner.req_to_token_pool.req_to_token
         slots = worker.model_runner.max_total_num_tokens
         most = min(int(compat.get_schedule().max_running_requests or 1), pool.shape[0] - 1)
-        self._context = max(min(CONTEXT, slots // most - self._width - 1), 1)
+        self._context = max(min(CONTEXT, slots // most - self._width - 1, pool.shape[1] - self._width), 1)
         self._sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < most] + [most]
         stride = self._context + self._width
         rows = torch.arange(most * stride, device=pool.device, dtype=pool.dtype).view(most, stride)
@@ -165,8 +174,14 @@ class Profiler:
         logger.info("measured the costs of a step in %.1f s", seconds)
         for slot in range(1, sizes[-1] + 1):
             self._drafts.pending.reset(slot, 0)
-        tiers = graph_tiers(self._worker.model_runner)
-        return StepCosts(prefix_tokens=self._context, drafting=drafting, verification=tuple(verification), tiers=tiers)
+        runner = self._worker.model_runner
+        return StepCosts(
+            prefix_tokens=self._context,
+            drafting=drafting,
+            verification=tuple(verification),
+            tiers=graph_tiers(runner),
+            tiers_up_to=graph_batch_size(runner),
+        )
 
     def _time(self, run: Callable[[], Any]) -> float:
         run()
@@ -189,7 +204,7 @@ class Profiler:
         runner, width = self._worker.model_runner, self._width
         device = self._worker.device
         request_B, length_B, lengths = self._rows(size)
-        more = padded_slots(runner, size * wide) - size * wide
+        more = padded_slots(runner, size * wide, batch_size=size) - size * wide
         layout = compat.RaggedVerifyLayout.from_verify_lens(
             verify_lens_cpu=[wide] * size, device=device, grid=[size * wide + more]
         )

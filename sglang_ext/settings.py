@@ -157,8 +157,7 @@ def _read(drafter: BundleDrafter) -> BlockDrafterConfig | MtpDrafterConfig:
     if not path.is_file():
         raise BundleError(
             f"drafter '{drafter.name}': {path} does not exist",
-            mend="name the folder of an exported drafter; hub and registered names are resolved by `angelspec serve "
-            "--bundle FILE`, whose --dry-run writes such a bundle and prints SGLang's own command",
+            mend="name an exported drafter by its folder, a hub's or a registered name",
         )
     findings = Findings()
     config = read_config(json.loads(path.read_text(encoding="utf-8")), findings)

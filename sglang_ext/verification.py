@@ -53,7 +53,8 @@ def pack(runner: Any, window: Any, block_BW: Tensor, kept: Sequence[int]) -> Pac
     """
     device, width = block_BW.device, block_BW.shape[1]
     widths = [number + 1 for number in kept]
-    total, padded = sum(widths), padded_slots(runner, sum(widths))
+    total = sum(widths)
+    padded = padded_slots(runner, total, batch_size=len(widths))
     # assembled here: SGLang's own way from a list copies it so that the device is waited for
     layout = compat.RaggedVerifyLayout._assemble_device(
         verify_lens=on_device(widths, device),
@@ -104,34 +105,45 @@ def verify(executor: Any, batch: Any, packed: Packed, plan: Any) -> tuple[Any, b
 
 def adjust_logits(
     batch: Any, rows: Sequence[ServedRequest], logits_NV: Tensor, row_N: Tensor, block_BW: Tensor,
-    *, kept: Sequence[int], barrier: Any,
+    *, kept: Sequence[int], tree: Any, barrier: Any,
 ) -> None:  # fmt: skip
     """Penalties, grammars and biases in the order of plain decoding; logits are changed in place.
 
     All but biases depend on the tokens before, so rows that have them verify one slot, and theirs is the first.
+
+    Args:
+        batch: SGLang's.
+        rows: its requests.
+        logits_NV: of the packed slots.
+        row_N: batch row of each slot.
+        block_BW: anchors and proposals.
+        kept: verified proposals by row.
+        tree: SGLang's, of the anchors; None: no row has a grammar.
+        barrier: SGLang's, after which the grammars have seen the tokens before.
     """
     info = batch.sampling_info
     if info is None:
         return
-    if batch.has_grammar or any(known.penalties is not None for known in rows):
-        _adjust_first(batch, rows, logits_NV, block_BW, kept=kept, barrier=barrier)
+    if tree is not None or any(known.penalties is not None for known in rows):
+        _adjust_first(batch, rows, logits_NV, block_BW, kept=kept, tree=tree, barrier=barrier)
     if info.logit_bias is not None:
         logits_NV += info.logit_bias[row_N].to(logits_NV.dtype)
 
 
 def _adjust_first(
-    batch: Any, rows: Sequence[ServedRequest], logits_NV: Tensor, block_BW: Tensor, *, kept: Sequence[int], barrier: Any
-) -> None:
+    batch: Any, rows: Sequence[ServedRequest], logits_NV: Tensor, block_BW: Tensor,
+    *, kept: Sequence[int], tree: Any, barrier: Any,
+) -> None:  # fmt: skip
     """Penalties and grammars of every row's first slot."""
     first_B = on_device([0, *accumulate(number + 1 for number in kept)][:-1], logits_NV.device)
     logits_BV = logits_NV[first_B]
     for row, known in enumerate(rows):
         if known.penalties is not None:
             known.penalties.apply(block_BW[row, :1], logits_BV[row : row + 1])
-    if batch.has_grammar:
+    if tree is not None:
         mask = compat.build_grammar_vocab_mask(
             reqs=batch.reqs,
-            tree=compat.GrammarTree.from_linear_chain(block_BW[:, :1].contiguous()),
+            tree=tree,
             sampling_info=batch.sampling_info,
             device=logits_BV.device,
             barrier=barrier,

@@ -227,7 +227,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
             return self._decode_idle_result(on_publish=on_publish)
         self._settle()
         self._take_weights()
-        ids, reqs = batch.input_ids, list(batch.reqs)
+        reqs = list(batch.reqs)
+        words_N = batch.input_ids.clamp(max=self.model_runner.model_config.vocab_size - 1)  # pictures have hashes there
         starts, counts = list(batch.prefix_lens), list(batch.extend_lens)
         slots = batch.req_pool_indices_cpu.tolist()
         result = self.target_worker.forward_batch_generation(
@@ -246,7 +247,8 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         runs: dict[tuple[str, ...], list[PromptRun]] = {}
         for known, slot, start, count in zip(self._rows(reqs), slots, starts, counts, strict=True):
             mine = self._owner.get(slot) == known.rid and known.prefilled_to == start
-            continues = start > 0 and mine and drafts.pending.length[slot] == start
+            # of a mode without drafters no states are kept
+            continues = start > 0 and mine and (not known.states_of or drafts.pending.length[slot] == start)
             if not continues:
                 drafts.pending.reset(slot, start)
             if is_penalised(known.req.sampling_params):  # what was decoded before a retraction is fed to new ones
@@ -258,7 +260,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
                 runs.setdefault(known.states_of, []).append(PromptRun(slot, start, begin, begin + count))
             begin += count
         for names, of_mode in runs.items():
-            drafts.prefill(names, of_mode, tokens_N=ids, taps_NF=taps_NF, hidden_ND=hidden_ND)
+            drafts.prefill(names, of_mode, tokens_N=words_N, taps_NF=taps_NF, hidden_ND=hidden_ND)
         output.hidden_states = output.last_hidden_states = None  # large, and nobody else's
         output.customized_info = {TOKENS_KEY: [opening(self.requests.get(req.rid)) for req in reqs]}
         result.next_draft_input = compat.make_draft_input_v2(
@@ -313,10 +315,12 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         row_N, offset_N = packed.row_N, packed.offset_N
         was_packed, verifying = time.perf_counter(), self._timer.mark()
 
+        # before the target runs, or the copy to the host would wait for it
+        tree = compat.GrammarTree.from_linear_chain(block_BW[:, :1].contiguous()) if batch.has_grammar else None
         output, graphed = verify(self._verify_executor, batch, packed, window.kv_loc_plan)
         info, logits_NV = batch.sampling_info, output.next_token_logits
         self._open_penalties(rows)
-        adjust_logits(batch, rows, logits_NV, row_N, block_BW, kept=kept, barrier=grammar_barrier)
+        adjust_logits(batch, rows, logits_NV, row_N, block_BW, kept=kept, tree=tree, barrier=grammar_barrier)
         keeps_logits = batch.return_logprob and not (info is None or info.is_all_greedy)
         drawn_N = draw(
             self.model_runner.sampler,
@@ -446,6 +450,7 @@ class AngelSpecWorker(compat.DSparkWorkerV2):
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return
+        outcome.leave_out_dropped()
         self._planner.observe(outcome.step, outcome.accepted)
         while self._given_up:  # not before: the step that was on its way was planned with their drafters
             known = self._given_up.pop()

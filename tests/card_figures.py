@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, takewhile
 
 import yaml
 
 from angelspec.core.acceptance import AcceptanceCounts
+from angelspec.core.bundle import WorkloadAcceptance
 from angelspec.evaluation.report import Report
 from angelspec.hub.card_metadata import split_card
 from angelspec.pipeline.measuring import LOOKUP
@@ -28,6 +29,21 @@ class Figures:
     """By temperature: p_1 to p_D, full-depth steps."""
     index: dict[tuple[str, float], float]
     """By suite and temperature: accepted length in the ``model-index``."""
+
+
+def card_estimates(card: str) -> dict[str, list[str]]:
+    """By workload: accepted length, p_1 to p_D and steps that a card says a server begins with."""
+    header, *rows = _table_below(split_card(card)[1], "What `angelspec serve` expects of it")
+    assert (header[:2], header[-1]) == (["workload", "accepted length"], "steps")
+    return {row[0]: row[1:] for row in rows}
+
+
+def server_estimates(acceptance: Iterable[WorkloadAcceptance]) -> dict[str, list[str]]:
+    """The same as a server says it of one drafter."""
+    return {
+        one.workload: [f"{one.accepted_length:.2f}", *(f"{rate:.3f}" for rate in one.cumulative), f"{one.steps:,}"]
+        for one in acceptance
+    }
 
 
 def card_figures(card: str) -> Figures:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -20,6 +20,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from angelspec.core.drafter_config import BlockDrafterConfig, MtpDrafterConfig
+from angelspec.core.engine import BUNDLE_VARIABLE, CPU_PLATFORM, PLATFORM_VARIABLE
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.drafters.checkpoint import save_drafter
 from angelspec.drafters.families import build_drafter
@@ -67,6 +68,8 @@ _SURENESS = 0.12
 _HEARING = 8
 """Of the same: what their attention is multiplied by, twice."""
 SEED = 5
+_HEALTHY_WITHIN = 240
+"""Seconds that a server has to become healthy."""
 
 
 def write_markov_target(folder: Path) -> Path:
@@ -209,18 +212,8 @@ def write_tiny_bundle(folder: Path, *, target: Path | None = None, costs: bool =
 
 def plugin_environment(folder: Path) -> dict[str, str]:
     """Environment of an engine with the extension, the CPU platform and the tests' plugins, announced in ``folder``."""
-    metadata = folder / "plugins" / "angelspec_tests-0.1.dist-info"
-    metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: angelspec-tests\nVersion: 0.1\n")
-    lines = ["[sglang.srt.plugins]"]
-    names = ("replay", "fault", "record", "ranks", "wander", "noise")
-    lines += [f"{name} = tests.{name}_plugin:register" for name in names]
-    if not entry_points(group="sglang.srt.plugins", name="angelspec"):  # not installed: run from the tree
-        lines += ["angelspec = sglang_ext.plugin:register", "[sglang.srt.platforms]"]
-        lines += ["angelspec_cpu = sglang_ext.cpu.platform:activate"]
-    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
     return {
-        "PYTHONPATH": f"{ROOT}:{folder / 'plugins'}",
+        "PYTHONPATH": announce_plugins(folder),
         "SGLANG_PLATFORM": "angelspec_cpu",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
         "CUDA_VISIBLE_DEVICES": "",
@@ -228,6 +221,21 @@ def plugin_environment(folder: Path) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "ANGELSPEC_CACHE": str(folder / "cache"),
     }
+
+
+def announce_plugins(folder: Path) -> str:
+    """Announce the tests' plugins to SGLang in ``folder``; returns the PYTHONPATH with which it sees them."""
+    metadata = folder / "plugins" / "angelspec_tests-0.1.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: angelspec-tests\nVersion: 0.1\n")
+    lines = ["[sglang.srt.plugins]"]
+    names = ("replay", "fault", "record", "ranks", "wander", "noise", "uniform")
+    lines += [f"{name} = tests.{name}_plugin:register" for name in names]
+    if not entry_points(group="sglang.srt.plugins", name="angelspec"):  # not installed: run from the tree
+        lines += ["angelspec = sglang_ext.plugin:register", "[sglang.srt.platforms]"]
+        lines += ["angelspec_cpu = sglang_ext.cpu.platform:activate"]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return f"{ROOT}:{folder / 'plugins'}"
 
 
 def run(folder: Path, name: str, job: dict[str, Any], **environment: str) -> dict[str, Any]:
@@ -252,15 +260,36 @@ def run(folder: Path, name: str, job: dict[str, Any], **environment: str) -> dic
 
 
 @contextmanager
-def served(*arguments: str, log: Path, seconds: float = 240) -> Iterator[Client]:
+def served(*arguments: str, log: Path) -> Iterator[Client]:
     """``angelspec serve`` with these arguments, healthy; it must end well when it is told to."""
     port = free_port("127.0.0.1")
     command = [Path(sys.executable).with_name("angelspec"), "serve", "--port", str(port), "--quiet", *arguments]
+    with _healthy(command, port=port, log=log) as client:
+        yield client
+
+
+@contextmanager
+def launched(*arguments: str, bundle: Path, log: Path) -> Iterator[Client]:
+    """SGLang's own launcher with these arguments and our algorithm, on a CPU; healthy, and it must end well."""
+    port = free_port("127.0.0.1")
+    command = [
+        Path(sys.executable).with_name("sglang"), "serve", "--port", str(port), "--speculative-algorithm", "ANGELSPEC",
+        "--device", "cpu", *arguments,
+    ]  # fmt: skip
+    environment = {BUNDLE_VARIABLE: str(bundle), PLATFORM_VARIABLE: CPU_PLATFORM, "CUDA_VISIBLE_DEVICES": ""}
+    with _healthy(command, port=port, log=log, environment=environment) as client:
+        yield client
+
+
+@contextmanager
+def _healthy(
+    command: Sequence[str | Path], *, port: int, log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Client]:
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=dict(os.environ))
+        process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **(environment or {})})
     try:
         with Client(f"http://127.0.0.1:{port}") as client:
-            deadline = time.monotonic() + seconds
+            deadline = time.monotonic() + _HEALTHY_WITHIN
             while not client.healthy():
                 assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
                 time.sleep(0.5)

@@ -1,10 +1,10 @@
 """What a GPU must show of the serving extension: ``python -m tests.gpu_serving BUNDLE [--backend fa3]``.
 
 Nobody has run this on a GPU yet; ``--device cpu`` was run (all as it must be, with the shipped bundle). It starts
-engines one after another on the same greedy prompts: plain SGLang, the extension, and the extension without CUDA
-graphs. Each engine of the extension answers them plainly, with every drafter verified at full width (what a uniform
-window would do), with every drafter cut to a quarter and step by step (rows of different widths in one compact
-window), and by its own choice.
+engines one after another on the same greedy prompts: plain SGLang, the extension, the extension without CUDA graphs,
+and the control, which verifies every row at full width and caps what is accepted by its cut (SGLang's cap-accept). Each
+engine of the extension answers them plainly, with every drafter verified whole, with every drafter cut to a quarter and
+step by step (rows of different widths in one compact window), and by its own choice.
 
 A row per wave tells the share of answers that equal plain SGLang's, accepted length and kept ratio, the shares of steps
 that drafted, cut and ran from a graph, milliseconds per step by part, and the GPU memory in use after the last wave. An
@@ -60,6 +60,7 @@ def main() -> None:
     engines: dict[str, dict[str, Any]] = {"with graphs": {}, "without graphs": {"disable_cuda_graph": True}}
     if chosen.device == "cpu":
         engines = {"on a CPU": {}}
+    engines[_CONTROL] = {}
     wrong: list[str] = []
     for engine, extra in engines.items():
         told = _run(engine, chosen, waves, {"speculative_algorithm": "ANGELSPEC", **extra}, bundle)
@@ -78,6 +79,7 @@ def main() -> None:
     sys.exit(bool(wrong))
 
 
+_CONTROL = "cap-accept control"
 _HEADER = (
     f"{'wave':28} {'equal':>9} {'length':>7} {'kept':>5} {'drafted':>8} {'cut':>5} {'graphs':>7} {'s':>7} "
     + " ".join(f"{part:>7}" for part in _PARTS)
@@ -182,6 +184,10 @@ def _run(
             engine = cpu_engine(Path(chosen.target), dtype="float32", max_total_tokens=16384) | extra
             environment |= plugin_environment(Path(folder))
             environment["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
+        if name == _CONTROL:
+            from tests.engine_builders import announce_plugins
+
+            environment |= {"PYTHONPATH": announce_plugins(Path(folder)), "ANGELSPEC_UNIFORM": "1"}
         job.write_text(json.dumps({"engine": engine, "waves": waves, "out": str(out), "flush": True}))
         if "speculative_algorithm" in extra:
             environment["ANGELSPEC_BUNDLE"] = str(bundle.save(Path(folder) / "bundle.yaml"))

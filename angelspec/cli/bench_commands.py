@@ -295,7 +295,7 @@ def serve_command(
             control_url=control_url,
             api_key=api_key,
             hardware=f"client and, if local, server: {Machine.here().description}",
-            command=shlex.join(["angelspec", *_without_key(sys.argv[1:])]),
+            command=told_command(sys.argv[1:]),
             say=(lambda text: None) if quiet else (lambda text: click.echo(text, err=True)),
             keep=keep,
         )
@@ -311,12 +311,27 @@ def serve_command(
         raise BenchFailed(f"{failed} requests failed; what they would have given is missing from the figures")
 
 
-def _without_key(arguments: list[str]) -> list[str]:
-    """The command line as it may be shown: without keys, and without passwords in addresses."""
+_SAYS_NOTHING = ("--output", "--overwrite", "--quiet")
+"""Of how it was measured; and a folder of one machine has no place in a result."""
+
+
+def told_command(arguments: list[str]) -> str:
+    """The command as a result may tell it: without keys, passwords in addresses, and where it was written.
+
+    Args:
+        arguments: of the command line, after the program's name.
+    """
     from angelspec.serving.connection import without_login
 
-    shown = []
-    for index, argument in enumerate(map(without_login, arguments)):
-        secret = argument.startswith("--api-key=") or (index and arguments[index - 1] == "--api-key")
-        shown.append("--api-key=..." if argument.startswith("--api-key=") else "..." if secret else argument)
-    return shown
+    shown: list[str] = []
+    before = ""
+    for argument in map(without_login, arguments):
+        name, equals, _ = argument.partition("=")
+        if before == "--output" or name in _SAYS_NOTHING:
+            pass
+        elif before == "--api-key":
+            shown.append("...")
+        else:
+            shown.append("--api-key=..." if name == "--api-key" and equals else argument)
+        before = argument
+    return shlex.join(["angelspec", *shown])

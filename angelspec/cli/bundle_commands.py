@@ -116,6 +116,29 @@ def show_command(file: Path, as_json: bool) -> None:
         _show(file)
 
 
+@bundle.command("fetch")
+@click.argument("file", type=click.Path(path_type=Path))
+def fetch_command(file: Path) -> None:
+    """Fetch the drafters that the bundle FILE names, and print the file of a bundle that names their folders.
+
+    It lies in angelspec's cache. SGLang's own launcher calls this for a bundle with names in it.
+    """
+    from angelspec.cli import serving_parts
+    from angelspec.core.bundle import load_bundle
+    from angelspec.core.fingerprint import fingerprint
+    from angelspec.core.locations import cache_folder
+
+    named = load_bundle(file)
+    folders = [serving_parts.find_drafter(drafter.source, bare_paths=False).folder for drafter in named.drafters]
+    drafters = tuple(
+        drafter.model_copy(update={"source": str(folder.resolve())})
+        for drafter, folder in zip(named.drafters, folders, strict=True)
+    )
+    local = named.model_copy(update={"drafters": drafters})
+    place = cache_folder() / "bundles" / f"{fingerprint(local.model_dump(mode='json'))}.yaml"
+    click.echo(local.save(place))
+
+
 @bundle.command("check")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

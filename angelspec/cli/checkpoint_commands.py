@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from angelspec.cli.options import drafter_license
+
 _STATED = click.option(
     "--set",
     "settings",
@@ -140,7 +142,7 @@ def _fields(settings: tuple[str, ...]) -> dict[str, Any]:
 @checkpoint.command("card")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--name", help="By which its commands name the drafter (default: the folder's name, or the recipe's).")
-@click.option("--license", "license_name", metavar="ID", help="The drafter's licence (default: the target's).")
+@drafter_license
 @click.option("--base-model", metavar="ORG/NAME", help="The target on the Hugging Face hub, if angelspec can't know.")
 @click.option("--overwrite", is_flag=True, help="Write a README.md that is there anew.")
 def card_command(

@@ -69,7 +69,7 @@ def demo(
     and ended with the page. With --server the page compares servers that run already. Nothing is sent anywhere but to
     these servers.
 
-    Exit codes: 0 stopped by Ctrl-C; 2 something does not fit or is missing; 9 and 10 as of `angelspec serve`.
+    Exit codes: 0 stopped by Ctrl-C; 2 something does not fit or is missing; 9, 10 and 11 as of `angelspec serve`.
     """
     if importlib.util.find_spec("gradio") is None:
         raise MissingRequirement("the demo needs Gradio", mend=install_hint("demo" if servers else "serve"))

@@ -23,11 +23,11 @@ from angelspec.cli.drafters import find
     "temperatures",
     multiple=True,
     type=click.FloatRange(min=0),
-    help="May repeat (default: 0 and 1).",
+    help="May repeat (default: those of the first checkpoint's recipe).",
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Prompts per suite.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer.")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Rows decoded together.")
+@click.option("--limit", type=click.IntRange(min=1), help="Prompts per suite (default: the recipe's).")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer (default: the recipe's).")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Rows decoded together (default: the recipe's).")
 @click.option(
     "--target", "target_source", metavar="SOURCE", help="Where the target lies, if not where the manifest says."
 )
@@ -59,7 +59,11 @@ from angelspec.cli.drafters import find
     help="Measure what a --shortlist of each size costs in accepted length and gains in time, with the first drafter "
     "that has a sequential head.",
 )
-@click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Folder for JSON, Markdown and plots.")
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for JSON, Markdown and plots (default: runs/evaluation).",
+)
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def evaluate(
     checkpoints: tuple[str, ...],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from angelspec.cli.options import drafter_license
 from angelspec.core.errors import CheckpointError
 from angelspec.core.repositories import Repository
 from angelspec.hub.failures import NotConfirmed
@@ -19,7 +20,7 @@ from angelspec.hub.failures import NotConfirmed
 )
 @click.option("--private/--public", "private", default=True, show_default=True, help="Who may see the repository.")
 @click.option("--revision", help="Branch to publish to (default: the hub's default branch).")
-@click.option("--license", "license_name", metavar="ID", help="The drafter's licence (default: the target's).")
+@drafter_license
 @click.option(
     "--base-model", metavar="ORG/NAME", help="The target on the Hugging Face hub, where angelspec can't know."
 )
@@ -47,9 +48,12 @@ def publish(
     from angelspec.core.manifest import DrafterManifest
     from angelspec.hub import publish as publishing
     from angelspec.hub.card import write_card
+    from angelspec.hub.transport import require_clients
     from angelspec.pipeline import card_facts, probe
 
     destinations = [publishing.Destination(_branch(Repository.parse(place), revision), private) for place in places]
+    if not dry_run:  # known before the checks, which take minutes, and before one hub has what the other lacks
+        require_clients(destination.repository.hub for destination in destinations)
     manifest = DrafterManifest.read(checkpoint)
     base = base_model or (card_facts.base_model(manifest) if manifest else None)
     license_name = license_name or (card_facts.target_license(manifest) if manifest else None)
@@ -65,6 +69,11 @@ def publish(
         facts = card_facts.card_facts(folder, manifest, name=name, places=repositories, license=license_name, base=base)
         return write_card(facts)
 
+    def drafting(folder: Path, manifest: DrafterManifest) -> list[str]:
+        if probe.tensor_problems(folder, manifest):  # named already, and it would not load for them
+            return []
+        return probe.drafting_problems(folder, manifest, say=say)
+
     with publishing.prepare(
         checkpoint,
         license=license_name or publishing.OUR_LICENSE,
@@ -73,7 +82,7 @@ def publish(
         checks={
             "the tensors": probe.tensor_problems,
             "the load test": card_facts.load_test_problems,
-            "that it drafts": lambda folder, manifest: probe.drafting_problems(folder, manifest, say=say),
+            "that it drafts": drafting,
         },
         say=say,
     ) as publication:

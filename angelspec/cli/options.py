@@ -36,3 +36,12 @@ drafter_mode = click.option(
     help="Thinking mode of drafters that say nothing of theirs (no angelspec_manifest.json, not registered).",
 )
 """Decorates a command that puts drafters together; gives it ``mode``."""
+
+drafter_license = click.option(
+    "--license",
+    "license_name",
+    metavar="ID",
+    callback=lambda context, parameter, text: text.lower() if text else text,  # as both hubs write identifiers
+    help="Identifier of the drafter's licence, such as apache-2.0 (default: the target's).",
+)
+"""Decorates a command that writes a card; gives it ``license_name``."""

@@ -70,7 +70,9 @@ def check_command(names: tuple[str, ...], preset: str | None, overrides: tuple[s
 @_set
 @click.option("--plan", is_flag=True, help="Print the resolved recipe and every stage's estimate; run nothing.")
 @click.option(
-    "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder of the run (default: runs/NAME)."
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of the run (default: runs/NAME, or runs/NAME-PRESET).",
 )
 @click.option(
     "--store",

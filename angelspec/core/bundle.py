@@ -24,7 +24,7 @@ from angelspec.core.acceptance import AcceptanceCounts, pool
 from angelspec.core.calibration import Calibration
 from angelspec.core.drafter_config import SHORTLIST
 from angelspec.core.errors import AngelspecError, BundleError, suggest
-from angelspec.core.files import write_json_atomic, write_text_atomic
+from angelspec.core.files import expanded, write_json_atomic, write_text_atomic
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.modes import MODE_FAMILIES, Mode, mode_family
 from angelspec.core.problems import problems
@@ -252,7 +252,7 @@ class Bundle(BaseModel):
 
         def place(source: str) -> str:
             if source.startswith("~"):
-                return str(Path(source).expanduser())
+                return str(expanded(source))
             return str((folder / source).resolve()) if source.startswith(".") else source
 
         return self.model_copy(

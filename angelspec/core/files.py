@@ -16,8 +16,21 @@ LFS_START = b"version https://git-lfs"
 """How the pointer begins that Git leaves in place of a large file that it did not fetch."""
 
 
+def expanded(text: str | Path) -> Path:
+    """A path with ``~`` and ``~name`` at its beginning replaced; as in a shell, what names no user stays as it is."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
+
+
 def write_text_atomic(path: Path, text: str) -> None:
-    """Write ``text`` as UTF-8 to ``path`` through a temporary sibling, creating parent folders."""
+    """Write ``text`` as UTF-8 to ``path`` through a temporary sibling, creating parent folders.
+
+    A file that is there keeps its permissions, and a link its target's place.
+    """
+    path = path.resolve() if path.is_symlink() else path
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
@@ -25,7 +38,7 @@ def write_text_atomic(path: Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import platformdirs
 
+from angelspec.core.files import expanded
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -42,4 +44,4 @@ def prompt_folder() -> Path:
 def cache_folder() -> Path:
     """The user's cache: ``$ANGELSPEC_CACHE`` if set, else the platform's cache folder."""
     override = os.environ.get("ANGELSPEC_CACHE")
-    return Path(override).expanduser() if override else Path(platformdirs.user_cache_dir("angelspec"))
+    return expanded(override) if override else Path(platformdirs.user_cache_dir("angelspec"))

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from angelspec.core.drafter_config import ALGORITHM_PARTS, BlockDrafterConfig, DrafterConfig, MtpDrafterConfig
 from angelspec.core.errors import RecipeError, suggest
-from angelspec.core.files import read_json
+from angelspec.core.files import expanded, read_json
 from angelspec.core.geometry import TargetGeometry, spread_layer_ids
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.modes import mode_family, mode_family_of
@@ -168,7 +168,7 @@ def _resolve_target(recipe: Recipe) -> tuple[Any, tuple[int, ...]]:
     geometry = target.geometry
     masks: tuple[int, ...] = ()
     if target.source.startswith("folder:"):
-        folder = Path(target.source.removeprefix("folder:")).expanduser()
+        folder = expanded(target.source.removeprefix("folder:"))
         geometry = geometry or _geometry_of_folder(folder)
         masks = unused_token_ids(folder, geometry.vocab_size)
     if geometry is None:

@@ -100,6 +100,8 @@ class StepCosts(BaseModel):
     verification: tuple[VerifyPoint, ...] = ()
     tiers: tuple[int, ...] = ()
     """Slot counts that the engine pads a verification to, ascending; empty: it does not pad."""
+    tiers_up_to: int | None = None
+    """Rows of the largest batch that it pads; None: any."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -157,6 +159,8 @@ class StepCosts(BaseModel):
 
     def _padded(self, slots: int, batch_size: int) -> int:
         if slots == batch_size:  # profiled as it runs, in its tier, and followed by a scale of its own
+            return slots
+        if self.tiers_up_to is not None and batch_size > self.tiers_up_to:
             return slots
         index = bisect_left(self.tiers, slots)
         return self.tiers[index] if index < len(self.tiers) else slots

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from angelspec.core.files import expanded
 from angelspec.core.manifest import DrafterManifest
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -25,4 +26,4 @@ def trained_template(folder: Path, manifest: DrafterManifest) -> Path | None:
     if said is None:
         return None
     beside = folder / TEMPLATE_FILE
-    return beside.resolve() if beside.is_file() else Path(said).expanduser()
+    return beside.resolve() if beside.is_file() else expanded(said)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from angelspec.core.errors import DataError
+from angelspec.core.files import expanded
 from angelspec.core.fingerprint import file_sha256
 from angelspec.core.locations import prompt_folder
 from angelspec.core.recipe import PromptSource
@@ -64,7 +65,7 @@ def absent_files(sources: Iterable[PromptSource]) -> list[str]:
     return [
         source.source
         for source in sources
-        if source.source.startswith("file:") and not Path(source.source.removeprefix("file:")).expanduser().exists()
+        if source.source.startswith("file:") and not expanded(source.source.removeprefix("file:")).exists()
     ]
 
 
@@ -113,7 +114,7 @@ def _shipped(place: str) -> tuple[Path, ...]:
 
 
 def _files(place: str) -> tuple[Path, ...]:
-    path = Path(place).expanduser()
+    path = expanded(place)
     if path.is_dir():
         files = sorted(item for item in path.iterdir() if item.is_file() and _kind(item) in SUFFIXES)
     elif not path.is_file() and any(character in place for character in "*?["):

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from angelspec.core.acceptance import AcceptanceCounts, pool
+from angelspec.core.bundle import of_checkpoint
 from angelspec.core.drafter_config import ALGORITHM_NAMES, BlockDrafterConfig
+from angelspec.core.errors import BundleError
 from angelspec.core.manifest import DrafterManifest, MeasuredAcceptance
 from angelspec.core.modes import mode_family
 from angelspec.core.repositories import Repository
@@ -245,6 +247,7 @@ def _measured(facts: CardFacts) -> str:
     if any(item.finished.full_depth_steps for item in manifest.acceptance):
         lines += ["Share of full-depth steps whose proposals 1 to k were all accepted (p_k), all suites:", ""]
         lines += [_position_table(manifest.acceptance, temperatures)]
+        lines += _first_estimates(manifest)
     if measured is not None:
         lines += _speed(measured)
     if facts.served is not None:
@@ -291,6 +294,29 @@ def _position_table(cells: Sequence[MeasuredAcceptance], temperatures: Sequence[
         [f"temperature {t:g}", *_rates(counts, depth), f"{counts.full_depth_steps:,}"] for t, counts in pooled.items()
     ]
     return table(["", *(f"p{k}" for k in range(1, depth + 1)), "full-depth steps"], rows)
+
+
+def _first_estimates(manifest: DrafterManifest) -> list[str]:
+    """What a bundle takes from the manifest, so that what a server says of itself is found in the card."""
+    try:
+        _, measured = of_checkpoint(manifest, name="drafter", source=".")
+    except BundleError as error:  # measured at a smaller depth
+        return [f"A server can't estimate from these figures: {error}.", ""]
+    if not measured:
+        return []
+    rows = [
+        [one.workload, f"{one.accepted_length:.2f}", *(f"{rate:.3f}" for rate in one.cumulative), f"{one.steps:,}"]
+        for one in measured
+    ]
+    columns = ["workload", "accepted length", *(f"p{k}" for k in range(1, manifest.drafter.num_proposals + 1)), "steps"]
+    coldest = min(item.temperature for item in manifest.acceptance)
+    return [
+        "What `angelspec serve` expects of it before it has seen traffic, and what `angelspec bundle show` and the "
+        f"server's `/server_info` say (temperature {coldest:g}, suites of a workload together, answers cut at the "
+        "token limit included):",
+        "",
+        table(columns, rows),
+    ]
 
 
 def _rates(counts: AcceptanceCounts, depth: int) -> list[str]:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import errno
 import json
+import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,6 +27,8 @@ _LONGEST_WORDS = 300
 
 _NEVER = ("UnsupportedProtocol", "InvalidURL", "InvalidSchema", "MissingSchema", "LocalProtocolError")
 """Of the network libraries: requests that no second try can mend."""
+_RATE_LIMIT = re.compile(r"\bt=(\d+)")
+"""Seconds until the window of a ``RateLimit`` header ends."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -188,8 +193,9 @@ def _judge_status(status: int, *, said: str, doing: str, place: str, after: floa
 def _denied(status: int, *, said: str, doing: str, place: str) -> AccessDenied:
     if status == 401:
         return AccessDenied(
-            f"{place}: the hub does not accept the token (401) while trying to {doing}{said}",
-            mend="log in again; the token is wrong, expired or for another endpoint",
+            f"{place}: the hub asks for a token that it accepts (401) while trying to {doing}{said}",
+            mend="log in again: the token is missing, wrong, expired or for another endpoint; a gated repository asks "
+            "for one whose owner has agreed to its terms",
         )
     return AccessDenied(
         f"{place}: the token may not {doing} (403){said}",
@@ -218,12 +224,20 @@ def _status(error: BaseException) -> int | None:
 
 
 def _retry_after(error: BaseException) -> float | None:
+    """Seconds that the server asks to wait: a number, a date, or the ``t`` of a ``RateLimit`` header."""
+    headers: Any = getattr(getattr(error, "response", None), "headers", None) or {}
     value: Any = getattr(error, "retry_after", None)
+    value = headers.get("Retry-After") if value is None else value
     if value is None:
-        value = (getattr(getattr(error, "response", None), "headers", None) or {}).get("Retry-After")
+        left = _RATE_LIMIT.search(headers.get("RateLimit") or "")
+        return float(left[1]) if left else None
     try:
-        return None if value is None else max(0.0, float(value))
-    except ValueError:  # a date: rare, and our own growing waits do as well
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError):
         return None
 
 

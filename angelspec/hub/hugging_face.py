@@ -13,12 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token, set_client_factory
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils._http import default_client_factory
 
 from angelspec.core.repositories import HubKind
 from angelspec.hub.failures import AccessDenied, NotOnHub, usable_endpoint, usable_token
+from angelspec.hub.redaction import redact
 from angelspec.hub.staging import StagedFile
 from angelspec.hub.transport import RemoteFile
 
@@ -98,7 +99,7 @@ class HuggingFace:
     def _commit_beginning_with(self, name: str, revision: str | None) -> str | None:
         if revision is None or not _SHORT_COMMIT.fullmatch(revision):
             return None
-        with suppress(HfHubHTTPError):
+        with suppress(RepositoryNotFoundError, RevisionNotFoundError):
             commits = [commit.commit_id for commit in self._api.list_repo_commits(name)]
             matches = [commit for commit in commits if commit.startswith(revision)]
             return matches[0] if len(matches) == 1 else None
@@ -135,4 +136,4 @@ class HuggingFace:
         return Path(self._api.hf_hub_download(name, path, revision=revision, local_dir=into))
 
     def url(self, name: str) -> str:
-        return f"{self.endpoint}/{name}"
+        return redact(f"{self.endpoint}/{name}")

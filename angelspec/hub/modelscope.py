@@ -15,6 +15,7 @@ from angelspec.core.errors import MissingRequirement
 from angelspec.core.installing import install_hint
 from angelspec.core.repositories import HubKind
 from angelspec.hub.failures import AccessDenied, NotOnHub, usable_endpoint, usable_token
+from angelspec.hub.redaction import redact
 from angelspec.hub.staging import StagedFile
 from angelspec.hub.transport import RemoteFile
 
@@ -117,7 +118,7 @@ class ModelScope:
         )
 
     def url(self, name: str) -> str:
-        return f"{self.endpoint}/models/{name}"
+        return redact(f"{self.endpoint}/models/{name}")
 
 
 def _is_blob(file: StagedFile) -> bool:

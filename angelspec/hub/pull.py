@@ -65,6 +65,11 @@ def fetch_lock(folder: Path) -> Path:
     return drafter_cache() / ".locks" / f"{fingerprint(str(whole.resolve()))}.lock"
 
 
+def partial_of(folder: Path) -> Path:
+    """Where the download of a drafter's folder lies until it is whole."""
+    return folder.with_name(f".{folder.name}{_PARTIAL}")
+
+
 def is_partial(folder: Path) -> bool:
     """Whether a folder of the cache is an unfinished download."""
     return folder.name.endswith(_PARTIAL)
@@ -171,7 +176,7 @@ def _fetch(
     patiently: Callable,
     say: Say,
 ) -> None:
-    partial = folder.with_name(f".{folder.name}{_PARTIAL}")
+    partial = partial_of(folder)
     partial.mkdir(parents=True, exist_ok=True)
     _need_room(partial, sum(file.size for file in files.values()))
     for path, file in files.items():

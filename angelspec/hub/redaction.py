@@ -17,6 +17,7 @@ _QUERY = re.compile(r"((?:https?:/)?/[^\s?'\"<>]+)\?[^\s'\"<>]*")
 _HEADER = re.compile(r"""(?i)\b(authorization["']?[ \t]*[=:][ \t]*["']?)(?:[\w-]+[ \t]+)?\S+""")
 """An Authorization header: its scheme, if it names one, and the credential."""
 _PASSWORD = re.compile(r"(?i)\b[a-z][a-z0-9+.-]*://[^\s/?#'\"<>:@]*:[^\s/?#'\"<>@]+@")
+_LOGIN = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^\s/?#'\"<>@]+@")
 _BEARER = re.compile(r"(?i)\b((?:bearer|authorization|m_session_id)[=:\s]+)\S+")
 
 
@@ -26,10 +27,11 @@ def known_tokens() -> tuple[str, ...]:
 
 
 def redact(text: str, tokens: Iterable[str] = ()) -> str:
-    """``text`` without tokens and without the query part of URLs and paths, which signs presigned uploads."""
+    """``text`` without tokens, without log-ins in addresses, and without the query part of URLs and paths, which signs
+    presigned uploads."""
     for token in (*tokens, *known_tokens()):
         text = text.replace(token, _HIDDEN)
-    text = _TOKEN_SHAPES.sub(_HIDDEN, text)
+    text = _LOGIN.sub(r"\1", _TOKEN_SHAPES.sub(_HIDDEN, text))
     for pattern in (_HEADER, _BEARER):
         text = pattern.sub(rf"\1{_HIDDEN}", text)
     return _QUERY.sub(r"\1", text)

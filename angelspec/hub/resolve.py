@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from angelspec.core.errors import CheckpointError, HubError
-from angelspec.core.files import is_free
+from angelspec.core.files import expanded, is_free
 from angelspec.core.locations import resource_folder
 from angelspec.core.registry import RegisteredDrafter, Registry, load_registry
 from angelspec.core.repositories import Repository, names_a_hub
@@ -61,7 +61,7 @@ def find_drafter(
         CheckpointError: no such path or registered drafter, it can't be loaded, or lacks a manifest that is needed.
         HubError: it can't be fetched.
     """
-    path = Path(text).expanduser()
+    path = expanded(text)
     if path.exists() and (bare_paths or text.startswith((".", "/", "~"))):
         if output is not None:
             raise CheckpointError(f"{path} is on this machine: nothing is fetched", mend="copy it yourself")
@@ -91,7 +91,7 @@ def on_this_machine(text: str, *, registry: Registry | None = None) -> Path | No
     Raises:
         HubError: a repository's name that is none.
     """
-    path = Path(text).expanduser()
+    path = expanded(text)
     if path.exists():
         return path
     registry = registry or load_registry()

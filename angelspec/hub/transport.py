@@ -6,8 +6,9 @@ Every method asks the hub once and raises what its client raises: retrying and j
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
@@ -100,6 +101,12 @@ def connect(kind: HubKind) -> Hub:
     return _CONNECT[kind]()
 
 
+def require_clients(kinds: Iterable[HubKind]) -> None:
+    """Raises MissingRequirement where the client of one of these hubs is not installed."""
+    for kind in kinds:
+        import_module(_MODULES[kind])
+
+
 def _hugging_face() -> Hub:
     from angelspec.hub.hugging_face import HuggingFace
 
@@ -113,3 +120,5 @@ def _modelscope() -> Hub:
 
 
 _CONNECT: Mapping[HubKind, Callable[[], Hub]] = {"hf": _hugging_face, "modelscope": _modelscope}
+_MODULES: Mapping[HubKind, str] = {"hf": "angelspec.hub.hugging_face", "modelscope": "angelspec.hub.modelscope"}
+"""Those that import a client."""

@@ -23,7 +23,7 @@ from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.locations import cache_folder
 from angelspec.core.recipe_files import RECIPE_FILE
 from angelspec.core.registry import load_registry
-from angelspec.hub.pull import cached, drafter_cache, fetch_lock, forget, is_partial, pointers
+from angelspec.hub.pull import cached, drafter_cache, fetch_lock, forget, is_partial, partial_of, pointers
 from angelspec.pipeline.record import RECORD_FILE, RUN_LOCK, read_record
 from angelspec.pipeline.store import STAGE_FILE, read_users, users_file
 from angelspec.targets.sources import BUILD_LOCK, SOURCE_RECORD
@@ -36,6 +36,10 @@ _RUN_FILES = (RECIPE_FILE, RECORD_FILE, "comparison.json")
 _NUMBER = r"\d+(?:\.\d*)?|\.\d+"
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _AGES = {"h": 1 / 24, "d": 1.0, "w": 7.0, "m": 30.0}
+
+
+_COMPLETED = "completed"
+"""Folder of the cache for drafters whose configuration was completed."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +119,23 @@ def remove(item: Item) -> bool:
             forget(item.path)
         (item.path / STAGE_FILE).unlink(missing_ok=True)  # what is left of an interrupted removal is no finished stage
         if item.path.is_dir() and not item.path.is_symlink():
-            shutil.rmtree(item.path)
+            shutil.rmtree(_put_aside(item.path))
         else:
             item.path.unlink()
     users_file(item.path).unlink(missing_ok=True)
     return True
+
+
+def _put_aside(path: Path) -> Path:
+    """Where a folder lies that is about to be removed: a drafter is whole as long as it has its name."""
+    if drafter_cache() in path.parents and not is_partial(path):
+        aside = partial_of(path)
+    elif path.parent == cache_folder() / _COMPLETED and not path.name.startswith("."):
+        aside = path.with_name(f".{path.name}.removed")
+    else:
+        return path
+    shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)
 
 
 def _item(path: Path, what: str, *, named_by: tuple[str, ...] = (), locks: tuple[Path, ...] = ()) -> Item:
@@ -198,7 +214,7 @@ def _drafters() -> Iterator[Item]:
 
 def _completed() -> Iterator[Item]:
     """Whole copies of drafters whose config.json lacks fields; serving makes them again."""
-    folder = cache_folder() / "completed"
+    folder = cache_folder() / _COMPLETED
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_dir():
             item = _item(path, "completed drafter")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from angelspec.core.errors import DataError
-from angelspec.core.files import write_json_atomic
+from angelspec.core.files import expanded, write_json_atomic
 from angelspec.core.fingerprint import file_sha256, fingerprint
 from angelspec.core.recipe import DataSection, Recipe
 from angelspec.core.recipe_resolution import default_mode_family
@@ -56,7 +56,7 @@ def _target_inputs(recipe: Recipe) -> Mapping[str, Any]:
     return {
         "target": recipe.target.model_dump(mode="json", exclude={"name", "trust_remote_code"}),
         "layer_ids": list(recipe.drafter_config().target_layer_ids),
-        "chat_template": None if template is None else file_sha256(Path(template).expanduser()),
+        "chat_template": None if template is None else file_sha256(expanded(template)),
         **({} if (content := content_of_folder(recipe.target.source)) is None else {"content": content}),
     }
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from angelspec.core.drafter_config import MtpDrafterConfig
+from angelspec.core.files import expanded
 from angelspec.core.locations import prompt_folder
 from angelspec.core.recipe import PromptSource, Recipe
 from angelspec.pipeline.requirements import BYTES_OF, target_bytes
@@ -48,7 +48,7 @@ def count_rows(source: PromptSource) -> int | None:
     if source.source.startswith("builtin:"):
         path = prompt_folder() / (source.source.removeprefix("builtin:") + ".jsonl")
     elif source.source.startswith("file:"):
-        path = Path(source.source.removeprefix("file:")).expanduser()
+        path = expanded(source.source.removeprefix("file:"))
     else:
         rows = KNOWN_ROWS.get(source.source)
         return rows if source.limit is None or rows is None else min(rows, source.limit)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from angelspec import __version__
-from angelspec.core.files import write_text_atomic
+from angelspec.core.files import expanded, write_text_atomic
 from angelspec.core.fingerprint import file_sha256, fingerprint
 from angelspec.core.manifest import DrafterManifest, MeasuredAcceptance, TargetIdentity, TrainedStage, TrainingRecord
 from angelspec.core.recipe import Recipe
@@ -130,7 +130,7 @@ def _run_export(work: Work) -> StageOutput:
         geometry=recipe.target.geometry,
     )
     if recipe.target.chat_template is not None:
-        shutil.copyfile(Path(recipe.target.chat_template).expanduser(), folder / TEMPLATE_FILE)
+        shutil.copyfile(expanded(recipe.target.chat_template), folder / TEMPLATE_FILE)
     hashes = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
     write_text_atomic(folder / RECIPE_FILE, recipe_text(recipe))
     for path in sorted(report_folder.glob("*")):

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from angelspec.core.errors import CheckpointError, DataError, MissingRequirement
+from angelspec.core.files import expanded
 from angelspec.core.known_targets import KNOWN_TARGETS
 from angelspec.core.recipe import TARGET_LAYER, Recipe
 from angelspec.data.sources import files_here
@@ -72,13 +73,13 @@ def missing_requirements(recipe: Recipe, *, output: Path, store: Path | None = N
         ("target.chat_template", recipe.target.chat_template),
         ("drafter.initial_checkpoint", None if start == TARGET_LAYER else start),
     ):
-        if path is not None and not Path(path).expanduser().exists():
+        if path is not None and not expanded(path).exists():
             missing.append(f"{key}: '{path}' does not exist")
-    if start not in (None, TARGET_LAYER) and Path(start).expanduser().exists():
+    if start not in (None, TARGET_LAYER) and expanded(start).exists():
         from angelspec.drafters.initial_weights import load_start
 
         try:
-            load_start(Path(start).expanduser(), recipe.drafter_config(), geometry=recipe.target.geometry)
+            load_start(expanded(start), recipe.drafter_config(), geometry=recipe.target.geometry)
         except CheckpointError as error:
             missing.append(f"drafter.initial_checkpoint: {error.message}; {error.mend or 'give another one'}")
     from angelspec.training.distributed import announced_ranks

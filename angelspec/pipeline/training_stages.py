@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from angelspec.core.errors import CheckpointError, Interrupted
+from angelspec.core.files import expanded
 from angelspec.core.fingerprint import fingerprint
 from angelspec.core.recipe import TARGET_LAYER, Recipe, TrainingSection
 from angelspec.drafters.checkpoint import LoadedDrafter
@@ -196,7 +197,7 @@ def _features(
 
 
 def _loaded_start(recipe: Recipe) -> LoadedDrafter:
-    start = Path(recipe.drafter.initial_checkpoint).expanduser()
+    start = expanded(recipe.drafter.initial_checkpoint)
     return load_start(start, recipe.drafter_config(), geometry=recipe.target.geometry)
 
 

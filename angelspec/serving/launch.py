@@ -119,7 +119,9 @@ def serve(
             key = flag_value(plan.flags, "--api-key")
             # its own server, whose certificate is for the address that others know it by
             with Client(plan.url, api_key=key, timeout=max(60.0, start_timeout), verify=False) as client:
-                _wait_until_healthy(server, client, say=say, timeout=start_timeout, quiet=show_log is not None)
+                _wait_until_healthy(
+                    server, client, plan.port, say=say, timeout=start_timeout, quiet=show_log is not None
+                )
                 probed = _probed(server, client, plan, say=say) if probing else []
             say(f"serving on {plan.url} (Ctrl-C stops it)")
             if ready is not None:
@@ -137,7 +139,9 @@ def serve(
         say("stopped")
 
 
-def _wait_until_healthy(server: ServerProcess, client: Client, *, say: Say, timeout: float, quiet: bool) -> None:
+def _wait_until_healthy(
+    server: ServerProcess, client: Client, port: int, *, say: Say, timeout: float, quiet: bool
+) -> None:
     started = time.monotonic()
     next_word = _EVERY
     while True:
@@ -145,7 +149,7 @@ def _wait_until_healthy(server: ServerProcess, client: Client, *, say: Say, time
             raise _ended(server, "the server ended while it started")
         if any(_TAKEN in line for line in server.last_lines(_SHOWN_LINES)):  # what answers there is another server
             raise _failed(server, f"{client.url} was taken by another program meanwhile", "choose another with --port")
-        if client.healthy():
+        if client.healthy() and server.listens_on(port) is not False:  # else another answers there: ours will say so
             say(f"healthy after {time.monotonic() - started:.0f} s")
             return
         seconds = time.monotonic() - started

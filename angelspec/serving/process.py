@@ -88,6 +88,18 @@ class ServerProcess:
             self._reader.join(timeout=2.0)  # what it said last may still be in the pipe
         return list(self._tail)[-count:]
 
+    def listens_on(self, port: int) -> bool | None:
+        """Whether a process of this server listens there, or another one's does; None: it can't be told."""
+        sockets = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        pids = {one.pid for one in sockets if one.laddr[1] == port}
+        if not pids - {None}:
+            return None
+        try:
+            main = psutil.Process(self.pid)
+            return bool(pids & {self.pid, *(child.pid for child in main.children(recursive=True))})
+        except psutil.NoSuchProcess:
+            return False
+
     def stop(self, *, grace: float) -> None:
         """End the server and all that it started: politely, then firmly, then by force.
 

@@ -24,7 +24,7 @@ from angelspec.core.bundle import (
 )
 from angelspec.core.drafter_config import DrafterConfig
 from angelspec.core.errors import BundleError
-from angelspec.core.files import read_json
+from angelspec.core.files import expanded, read_json
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.modes import Mode, mode_family_of
@@ -357,7 +357,7 @@ def _check_labels(labels: Sequence[str]) -> None:
 
 def _named(text: str) -> tuple[str | None, str]:
     """``NAME=CHECKPOINT``; a path that exists may itself hold an equals sign."""
-    if Path(text).expanduser().exists():
+    if expanded(text).exists():
         return None, text
     label, separator, source = text.partition("=")
     return (label, source) if separator and "/" not in label else (None, text)
@@ -365,7 +365,7 @@ def _named(text: str) -> tuple[str | None, str]:
 
 def _source(text: str, relative_to: Path | None) -> str:
     """A source as a bundle says it: paths absolute or relative to the bundle, anything else as it is."""
-    path = Path(text.removeprefix("folder:")).expanduser()
+    path = expanded(text.removeprefix("folder:"))
     if not path.exists():
         return text
     if relative_to is None:

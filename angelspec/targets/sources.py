@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock
 
 from angelspec.core.errors import HubError, MissingRequirement, TargetError, suggest
-from angelspec.core.files import LFS_START, read_json, write_json_atomic
+from angelspec.core.files import LFS_START, expanded, read_json, write_json_atomic
 from angelspec.core.installing import install_hint
 from angelspec.core.locations import cache_folder
 from angelspec.core.model_content import content_digest, weight_files
@@ -101,7 +101,7 @@ def materialise(source: str, *, trust_remote_code: bool = False, progress: Progr
     parsed = parse_source(source)
     say = progress or (lambda text: None)
     if parsed.scheme == "folder":
-        folder = Path(parsed.location).expanduser().resolve()
+        folder = expanded(parsed.location).resolve()
     elif parsed.scheme == "hf":
         folder = _fetch_hugging_face(parsed, trust_remote_code=trust_remote_code, say=say)
     elif parsed.scheme == "modelscope":
@@ -128,7 +128,7 @@ def is_at_hand(source: str) -> bool:
     if parsed.scheme == "random":
         return True
     if parsed.scheme == "folder":
-        folder: Path | None = Path(parsed.location).expanduser()
+        folder: Path | None = expanded(parsed.location)
     elif parsed.scheme == "wheel":
         from angelspec.targets.wheel import wheel_folder
 
@@ -194,7 +194,7 @@ def check_folder(folder: Path) -> None:
 def content_of_folder(source: str) -> str | None:
     """``content_digest`` of a ``folder:`` source, which may change in place; None for others, and for no target."""
     parsed = parse_source(source)
-    folder = Path(parsed.location).expanduser()
+    folder = expanded(parsed.location)
     return content_digest(folder) if parsed.scheme == "folder" and not folder_problems(folder) else None
 
 

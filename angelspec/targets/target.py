@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from angelspec.core.errors import AngelspecError, TargetError
-from angelspec.core.files import read_json
+from angelspec.core.files import expanded, read_json
 from angelspec.core.geometry import TargetGeometry
 from angelspec.core.model_content import content_digest
 from angelspec.core.modes import Mode, ModeFamily, mode_family
@@ -284,7 +284,7 @@ def load_target(section: TargetSection, *, dtype: torch.dtype, device: torch.dev
         ) from error
     override = None
     if section.chat_template is not None:
-        path = Path(section.chat_template).expanduser()
+        path = expanded(section.chat_template)
         if not path.is_file():
             raise TargetError(f"chat template {path} does not exist", mend="correct target.chat_template")
         override = path.read_text(encoding="utf-8")

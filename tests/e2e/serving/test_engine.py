@@ -1,8 +1,9 @@
 """The extension in a real engine on a CPU: every output equals stock SGLang's, whatever is mixed, cut or interrupted.
 
 The target is tiny and random. Its own answers, recorded by the stock engine, feed a replay drafter, so that drafts are
-really accepted; the other drafters are random. Two engines run one after the other, each with everything at once:
-overlap, radix cache, chunked prefill and, every 25 steps, a retraction; then no overlap and large pages.
+really accepted; the other drafters are random. Engines run one after the other, each with everything at once: overlap,
+radix cache, chunked prefill and, every 25 steps, a retraction; then no overlap and large pages; then windows of one
+width, whose cuts cap what is accepted.
 """
 
 from __future__ import annotations
@@ -125,9 +126,12 @@ def replay(folder: Path, stock: dict[str, Any]) -> Path:
     return path
 
 
-SETTINGS = {
+UNIFORM = "uniform windows"
+"""The control: every row verified at full width, and what is accepted capped by its cut."""
+SETTINGS: dict[str, dict[str, Any]] = {
     "overlap, retraction": {"max_total_tokens": 900},
     "no overlap, pages of 16": {"disable_overlap_schedule": True, "page_size": 16},
+    UNIFORM: {},
 }
 
 
@@ -152,6 +156,7 @@ def served(
         ANGELSPEC_REPLAY=str(replay),
         SGLANG_TEST_RETRACT="1" if request.param == "overlap, retraction" else "0",
         SGLANG_TEST_RETRACT_INTERVAL="25",
+        **({"ANGELSPEC_UNIFORM": "1"} if request.param == UNIFORM else {}),
     )
     yield request.param, told
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from card_figures import card_figures, report_figures
+from card_figures import card_estimates, card_figures, report_figures, server_estimates
 from hub_builders import RECIPE, command, hubs
 
 from angelspec.core.manifest import DrafterManifest
@@ -78,6 +78,7 @@ def test_the_same_figures_in_card_report_and_server(server: Client, pulled: dict
         card = card_figures((folder / "README.md").read_text())
         assert card == report_figures(report, recipe)
         told = {one.workload: one for one in engine.acceptance if one.drafter == f"from-{kind}"}
+        assert card_estimates((folder / "README.md").read_text()) == server_estimates(told.values())
         assert set(told) == {"chat", "code"}, "what the recipe measures"
         for workload, one in told.items():
             assert not report.pooled(recipe, temperature=1.0, finished=False, workloads=[workload]).answers

@@ -23,6 +23,7 @@ NEAR = 1e-4
 """Two best logits that are closer may change places with the order of a sum."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "overlap, retraction": {},
+    "overlap, pages of 16": {"page_size": 16},
     "no overlap, pages of 16": {"disable_overlap_schedule": True, "page_size": 16},
 }
 

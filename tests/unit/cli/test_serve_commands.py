@@ -306,15 +306,15 @@ def test_a_server_out_of_reach_is_said(prompt_files, tmp_path):
     assert "is the server running" in result.output
 
 
-def test_the_key_is_not_kept():
-    from angelspec.cli.bench_commands import _without_key
+def test_a_result_tells_its_command_without_keys_and_places():
+    from angelspec.cli.bench_commands import told_command
 
-    assert _without_key(["--api-key", "a", "--api-key=b", "--url", "c"]) == [
-        "--api-key", "...", "--api-key=...", "--url", "c",
-    ]  # fmt: skip
-    assert _without_key(["--url", "http://u:pw@h:1", "--control=http://u@h"]) == [
-        "--url", "http://h:1", "--control=http://h",
-    ]  # fmt: skip
+    for given, told in (
+        (["--api-key", "a", "--api-key=b", "--url", "c"], "--api-key ... --api-key=... --url c"),
+        (["--url", "http://u:pw@h:1", "--control=http://u@h"], "--url http://h:1 --control=http://h"),
+        (["--output", "/home/me/x", "--url", "c", "--quiet", "--output=/home/me/x", "--overwrite"], "--url c"),
+    ):
+        assert told_command(given) == f"angelspec {told}"
 
 
 def test_a_bundle_learns_from_a_server(tmp_path):

@@ -58,6 +58,9 @@ def test_tiers_cost_what_they_are_padded_to():
     assert costs.verify_seconds(4, 5) == costs.verify_seconds(4, 16) == pytest.approx(4 * 1.3)
     assert costs.verify_seconds(4, 4) == pytest.approx(4)
     assert costs.verify_seconds(8, 40) == pytest.approx(8 * 1.4)  # beyond the last tier: as it is
+    small = _costs(tiers=(4, 16, 32), tiers_up_to=4)
+    assert small.verify_seconds(4, 5) == costs.verify_seconds(4, 16)
+    assert small.verify_seconds(8, 20) < small.verify_seconds(8, 32) == costs.verify_seconds(8, 20)
 
 
 def test_refusals():

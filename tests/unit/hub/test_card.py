@@ -163,7 +163,7 @@ def test_a_load_test_beside_the_weights_is_shown(tmp_path):
     cell = result.cell(traffic="code", concurrency=4, choice="dfly")
     assert f"| code | dfly | 4 | 19.0†‡ | 1.90x†‡ [{cell.speedup_low:.2f}, {cell.speedup_high:.2f}] | 2.00 | " in text
     assert "| code | ar |" not in text and "angelspec bench serve --url http://s" in text
-    assert "8 requests or twice the concurrency a window" in text
+    assert "8 requests, at least 2 per user a window" in text
     assert "- code, concurrency 4, dfly, repeat 2: 1 request(s) failed, first: p1: gone" in text
     assert "- **†**: a window was shorter" in text and "- **‡**: requests of a window failed" in text
 

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,16 @@ def test_a_dry_run_makes_no_request_and_shows_everything(tree, tmp_path, no_netw
     assert "to hf:alice/tiny (private), modelscope:alice/tiny (private), licence apache-2.0" in result.output
     assert lines[-1] == "dry run: nothing was sent"
     assert "hf_s" not in result.output
+
+
+def test_a_client_that_is_not_installed_is_named_before_anything_is_sent(tree, no_network, monkeypatch):
+    monkeypatch.delitem(sys.modules, "angelspec.hub.modelscope", raising=False)
+    monkeypatch.setitem(sys.modules, "modelscope_hub", None)
+    places = ("--to", "hf:alice/tiny", "--to", "modelscope:alice/tiny")
+    result = run("publish", tree, *places, "--yes")
+    assert result.exit_code == 2
+    assert "ModelScope needs the package 'modelscope'" in result.output and "pip install" in result.output
+    assert run("publish", tree, *places, "--dry-run").exit_code == 0
 
 
 def test_the_guard_of_the_dry_run_sees_a_request(tree, both, no_network):
@@ -108,7 +119,7 @@ def test_a_target_of_unknown_licence_asks_for_one(tree, no_network):
     (tree / "angelspec_manifest.json").write_text(json.dumps(content))
     result = run("publish", tree, "--to", "hf:a/b", "--dry-run")
     assert result.exit_code == 2 and "--license" in result.output
-    result = run("publish", tree, "--to", "hf:a/b", "--dry-run", "--license", "apache-2.0", "--base-model", "org/x")
+    result = run("publish", tree, "--to", "hf:a/b", "--dry-run", "--license", "Apache-2.0", "--base-model", "org/x")
     assert result.exit_code == 0, result.output
 
 

@@ -107,8 +107,8 @@ CUT = {"drop": "request"}
 
 TABLE = [
     Row("no token", no_token, 3, "no token for http.*mend: set (HF_TOKEN|MODELSCOPE_API_TOKEN)"),
-    Row("a token that is not accepted", wrong_token, 3, r"does not accept the token \(401\) while trying to log in",
-        most_requests={WHO: 1}),
+    Row("a token that is not accepted", wrong_token, 3,
+        r"asks for a token that it accepts \(401\) while trying to log in", most_requests={WHO: 1}),
     Row("403 on create", may_not_create, 3, r"the token may not create the repository \(403\) \(.+\)",
         most_requests={CREATE: 1}),
     Row("403 on create, but the repository exists", may_not_create_but_exists, 0, "read back and equal", commits=1,
@@ -116,7 +116,7 @@ TABLE = [
     Row("403 on commit", fault(COMMIT, **DENIED), 3, r"may not upload the files \(403\) \(read-only token\)",
         most_requests={COMMIT: 1}),
     Row("401 on commit", fault(COMMIT, status=401, body={"error": "expired", "Message": "expired"}), 3,
-        r"does not accept the token \(401\)", most_requests={COMMIT: 1}),
+        r"asks for a token that it accepts \(401\)", most_requests={COMMIT: 1}),
     Row("the repository is public, private was meant", public_exists, 4,
         "is not private, but this is to be published as private; nothing was uploaded", most_requests={SEND: 0}),
     Row("the repository is private, public was meant", private_exists, 4,

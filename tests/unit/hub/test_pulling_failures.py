@@ -98,7 +98,7 @@ TABLE = [
         revision="@gone"),
     Row("a private repository, and no token", no_token, 8, f"({NOT_FOUND}).* a private (one|repository) needs"),
     Row("a token that is not accepted", wrong_token, 3,
-        r"does not accept the token \(401\) while trying to find the revision", only="hf"),
+        r"asks for a token that it accepts \(401\) while trying to find the revision", only="hf"),
     Row("a gated repository", fault(GET, **GATED), 3,
         r"the token may not fetch .* \(403\) \(access is restricted\) .* opens to those who agree to its terms",
         only="hf"),

@@ -171,3 +171,10 @@ def test_refused(arrange, message, tree, no_network):
     result = run("publish", tree, "--to", "hf:alice/tiny", "--yes")
     assert result.exit_code == 2, result.output
     assert re.search(message, " ".join(result.output.split())), result.output
+
+
+def test_what_is_wrong_with_a_tensor_is_said_once(tree, no_network):
+    tensors(lambda held: held.pop(TENSOR))(tree)
+    result = run("publish", tree, "--to", "hf:alice/tiny", "--yes")
+    assert result.exit_code == 2
+    assert result.output.count(f"{TENSOR} [64, 192] is missing") == 1

@@ -316,6 +316,26 @@ def test_an_interrupted_removal_leaves_no_finished_stage(disk, monkeypatch):
     assert stage.is_dir() and Store.finished(stage) is None
 
 
+@pytest.mark.parametrize("place", ["drafters/hf/alice/tiny@ba9876543210", "completed/" + "f" * 16])
+def test_an_interrupted_removal_leaves_no_whole_drafter(disk, monkeypatch, place):
+    from angelspec.pipeline import cleaning
+
+    folder = put(disk / "cache" / place / "config.json", days=9).parent
+    (item,) = [item for item in find_items(disk / "runs") if item.path == folder]
+
+    def stopped(path, **_):
+        if path.is_dir():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cleaning.shutil, "rmtree", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            remove(item)
+    assert not folder.exists()
+    (left,) = [item for item in find_items(disk / "runs") if folder.name in item.path.name]
+    assert remove(left) and not left.path.exists()
+
+
 @pytest.mark.parametrize("text", ["1.2.3d", ".d", "d", "-1d"])
 def test_what_is_no_age(text):
     with pytest.raises(AngelspecError, match="is no age"):

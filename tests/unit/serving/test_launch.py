@@ -332,3 +332,21 @@ def test_a_second_signal_ends_the_server_even_on_a_closed_terminal(tmp_path):
         signal.raise_signal(signal.SIGHUP)
     assert server.ended_within(10)
     server.stop(grace=0)
+
+
+def test_whose_port_it_is(tmp_path):
+    """A server that answers may be another one: both were started while nobody listened there yet."""
+    mine, free = free_port("127.0.0.1"), free_port("127.0.0.1")
+    listening = f"s = socket.create_server(('127.0.0.1', {mine}))"
+    script = f"import socket, time; {listening}; print('up', flush=True); time.sleep(60)"
+    server = ServerProcess([sys.executable, "-c", script], environment={}, log_file=tmp_path / "log")
+    try:
+        while server.last_line != "up":
+            assert server.exit_code is None
+            time.sleep(0.01)
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            assert server.listens_on(mine) is True
+            assert server.listens_on(other.getsockname()[1]) is False
+            assert server.listens_on(free) is None
+    finally:
+        server.stop(grace=0)

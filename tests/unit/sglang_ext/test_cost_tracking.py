@@ -90,6 +90,12 @@ def test_plain_steps_of_graphs_are_not_foretold_by_the_scale_of_wide_ones() -> N
     assert tracker.current().verify_seconds(4, 32) == pytest.approx(2 * wide, rel=0.01)
 
 
+def test_a_drafter_of_unknown_costs_teaches_nothing_of_the_others() -> None:
+    tracker = CostTracker(PROFILED)
+    tracker.observe(step(8, slots=64, drafted={"mtp": 4, "new": 4}, draft=9.0, verify=0.05, rest=None))
+    assert tracker.current().draft_seconds("mtp", 4) == PROFILED.draft_seconds("mtp", 4)
+
+
 def test_drafters_that_always_draft_together_are_corrected_together() -> None:
     tracker = CostTracker(PROFILED)
     both = {"mtp": 1, "dfly": 8}

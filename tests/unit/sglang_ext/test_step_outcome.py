@@ -10,8 +10,9 @@ from sglang_ext.metrics import StepReport
 from sglang_ext.outcome import Outcome
 
 
-def request(outputs: int) -> SimpleNamespace:
-    return SimpleNamespace(req=SimpleNamespace(output_ids=[0] * outputs))
+def request(outputs: int, *, finished: bool = False, retracted: bool = False) -> SimpleNamespace:
+    req = SimpleNamespace(output_ids=[0] * outputs, finished=lambda: finished, is_retracted=retracted)
+    return SimpleNamespace(req=req)
 
 
 def outcome(rows: list[SimpleNamespace]) -> Outcome:
@@ -34,3 +35,12 @@ def test_a_request_of_no_row_changes_nothing() -> None:
     launched = outcome([request(9)])
     assert not launched.ends(request(1))
     assert launched.accepted == [3]
+
+
+def test_tokens_that_the_engine_drops_teach_nothing() -> None:
+    """Of a request that ended with its first token, or was retracted, while the step was on its way."""
+    dropped = [request(5, finished=True), request(5, retracted=True)]
+    taken = [request(5), request(9, finished=True), request(9, retracted=True)]
+    launched = outcome([*dropped, *taken])
+    launched.leave_out_dropped()
+    assert launched.accepted == [None, None, 3, 3, 3]
