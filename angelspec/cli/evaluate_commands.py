@@ -62,8 +62,9 @@ from angelspec.cli.drafters import find
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for JSON, Markdown and plots (default: runs/evaluation).",
+    help="Folder for JSON, Markdown and plots (default: runs/evaluation, or the next free runs/evaluation-N).",
 )
+@click.option("--overwrite", is_flag=True, help="Replace the report that lies in --output.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def evaluate(
     checkpoints: tuple[str, ...],
@@ -79,6 +80,7 @@ def evaluate(
     batches: tuple[int, ...],
     shortlists: bool,
     output: Path | None,
+    overwrite: bool,
     quiet: bool,
 ) -> None:
     """Compare CHECKPOINTS with each other, with prompt lookup and with plain decoding.
@@ -101,5 +103,6 @@ def evaluate(
         breakeven=batches if breakeven else (),
         shortlists=shortlists,
         output=output,
+        overwrite=overwrite,
         quiet=quiet,
     )

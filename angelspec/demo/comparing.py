@@ -12,6 +12,7 @@ from angelspec.core.errors import AngelspecError
 from angelspec.core.modes import Mode
 from angelspec.demo.columns import Column, Seen, Server, lanes
 from angelspec.demo.load import background
+from angelspec.demo.presence import Presence
 from angelspec.demo.render import Tags
 from angelspec.demo.stream import ColumnState, Opener, merge
 from angelspec.demo.texts import EXAMPLES
@@ -19,6 +20,7 @@ from angelspec.serving.client import AsyncClient
 from angelspec.serving.streams import AsyncStream
 from angelspec.serving.wire import Sampling
 
+_PRESENCE = Presence()
 _LOAD_PROMPTS = [prompt for prompts in EXAMPLES.values() for prompt in prompts.values()]
 _REMEMBERED = 100
 _ANSWER_SILENCE_SECONDS = 300.0
@@ -74,7 +76,7 @@ async def compare(visit: Visit, wishes: Wishes) -> AsyncIterator[None]:
         of = {state.column.key: state for state in visit.states}
         first = set() if wishes.together else {_first_of(server, wishes.columns) for server in servers}
         openers = {
-            c.key: _opener(clients[c.server], c, wishes, arguments[c.server], reads=c.key in first)
+            c.key: _opener(visit, of[c.key], clients[c.server], wishes, arguments[c.server], reads=c.key in first)
             for c in wishes.columns
         }
         rows = [[(of[c.key], openers[c.key]) for c in lane] for lane in lanes(wishes.columns, together=wishes.together)]
@@ -89,22 +91,24 @@ def _first_of(server: Server, columns: Sequence[Column]) -> str:
 
 
 def _opener(
-    client: AsyncClient, column: Column, wishes: Wishes, arguments: Mapping[str, Any], *, reads: bool
+    visit: Visit, state: ColumnState, client: AsyncClient, wishes: Wishes, arguments: Mapping[str, Any], *, reads: bool
 ) -> Opener:
     """Opens a column's stream; with ``reads`` its server is given the prompt before, outside the column's time."""
+    column = state.column
 
     @contextlib.asynccontextmanager
     async def opened() -> AsyncIterator[AsyncStream]:
         if reads:
             await _read_prompt(client, wishes, arguments)
-        async with client.stream_chat(
-            [{"role": "user", "content": wishes.prompt}],
-            sampling=wishes.sampling,
-            label=column.label,
-            template_arguments=arguments,
-            details=column.label is not None,
-        ) as stream:
-            yield stream
+        with _PRESENCE.running(visit, state):
+            async with client.stream_chat(
+                [{"role": "user", "content": wishes.prompt}],
+                sampling=wishes.sampling,
+                label=column.label,
+                template_arguments=arguments,
+                details=column.label is not None,
+            ) as stream:
+                yield stream
 
     return opened
 

@@ -15,6 +15,7 @@ from typing import Literal
 from angelspec.core.bundle import PLAIN
 from angelspec.demo.columns import Seen
 from angelspec.demo.stream import ColumnState
+from angelspec.demo.texts import SHARED
 from angelspec.serving.answers import Piece
 
 SHADES = 8
@@ -89,6 +90,7 @@ def card(state: ColumnState, *, place: int, plain_speed: float | None, tags: Tag
         head,
         _figures(state, plain_speed),
         _route(state),
+        f'<p class="shared">{SHARED if state.shared else ""}</p>',
         *_body(state, tags, place=place),
         _error(state),
         "</article>",

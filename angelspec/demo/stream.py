@@ -43,6 +43,8 @@ class ColumnState:
     """(seconds, kept ratio so far), one for each event with a verify step."""
     error: str = ""
     mend: str = ""
+    shared: bool = False
+    """Whether another visitor's column ran on the same machine meanwhile."""
 
     def add(self, chunk: ChatChunk) -> None:
         """Take in what an event brings."""

@@ -34,6 +34,7 @@ MODE_NAMES = {"no-think": "Answer at once", "high-think": "Think first"}
 TITLE = """# angelspec
 One prompt, answered side by side: what each drafter adds to the same model, live."""
 SEEDS_NOT_HEEDED = "Not heeded by {}: SGLang heeds seeds only with `--enable-deterministic-inference`, on a GPU."
+SHARED = "Another visitor was answered on this machine meanwhile, so its speed is not what it has alone."
 START = "Choose an example or write a prompt, then press Compare."
 
 EXPLANATION = """## What is happening

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from angelspec.core.errors import CheckpointError, DataError, RecipeError
+from angelspec.core.errors import CheckpointError, DataError, RecipeError, RequestError
 from angelspec.core.manifest import DrafterManifest
 from angelspec.core.recipe import Recipe
 from angelspec.core.recipe_resolution import resolve, validate
@@ -21,6 +22,7 @@ from angelspec.decoding.proposers import drafter_proposer
 from angelspec.decoding.speculative import CutPolicy
 from angelspec.drafters.checkpoint import load_drafter
 from angelspec.evaluation.rendering import print_report
+from angelspec.evaluation.report import REPORT_FILE
 from angelspec.pipeline.export_stage import TRAINING_LOG
 from angelspec.pipeline.measuring import (
     drafter_description,
@@ -50,6 +52,7 @@ def evaluate_checkpoints(
     breakeven: Sequence[int] = (),
     shortlists: bool = False,
     output: Path | None = None,
+    overwrite: bool = False,
     quiet: bool = False,
 ) -> None:
     """Measure exported drafters of one target and mode side by side, print the tables and write the report.
@@ -66,14 +69,17 @@ def evaluate_checkpoints(
         cut: keep ratio of D-cut.
         breakeven: batch sizes at which the break-even with the first MTP drafter is measured; none: it is not.
         shortlists: measure the first drafter with a sequential head with shortlists of every size.
-        output: folder of the report; none: ``runs/evaluation``.
+        output: see ``report_folder``.
+        overwrite: see ``report_folder``.
         quiet: show no progress.
 
     Raises:
         CheckpointError: a folder has no manifest, the drafters are for different targets or modes, the break-even is
             asked for without an MTP drafter, or shortlists without a drafter that has a sequential head.
         RecipeError: an option has a value that a recipe can't have.
+        RequestError: another report lies there.
     """
+    folder = report_folder(output, overwrite=overwrite)
     names = _names(checkpoints)
     manifests = [_manifest(path) for path in checkpoints]
     for name, manifest in zip(names[1:], manifests[1:], strict=True):
@@ -105,7 +111,6 @@ def evaluate_checkpoints(
             f"({manifests[0].target.digest})",
             mend="give the right target with --target",
         )
-    folder = output or Path("runs") / "evaluation"
     suites = suites_of(
         evaluation_prompts(recipe, classify=True, quarantine=folder / "sources-quarantine.jsonl", say=progress.say),
         target,
@@ -148,6 +153,26 @@ def evaluate_checkpoints(
         console = table_console()
         print_report(report, console=console)
         console.print(f"report: {folder / 'report.md'}", highlight=False)
+
+
+def report_folder(output: Path | None, *, overwrite: bool) -> Path:
+    """Where a report goes without replacing another.
+
+    Args:
+        output: there; None: ``runs/evaluation``, or the first of ``runs/evaluation-2``, ... that holds no report.
+        overwrite: replace the report that lies in ``output``.
+
+    Raises:
+        RequestError: ``output`` holds a report.
+    """
+    if output is None:
+        names = itertools.chain(["evaluation"], (f"evaluation-{number}" for number in itertools.count(2)))
+        return next(folder for name in names if not ((folder := Path("runs") / name) / REPORT_FILE).exists())
+    if (output / REPORT_FILE).exists() and not overwrite:
+        raise RequestError(
+            f"{output / REPORT_FILE} exists", mend="choose another --output, or replace it with --overwrite"
+        )
+    return output
 
 
 def _first_sequential(names: Sequence[str], manifests: Sequence[DrafterManifest]) -> str:

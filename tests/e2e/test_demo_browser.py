@@ -291,6 +291,7 @@ def test_ten_visitors_at_once(browser, embedded, server):
             browser.until(browser.ended, f"visitor {number} is served")
             answers = browser.texts(".card.done .answer")
             assert len(answers) == 2 and all(f"“I am visitor {number}.”" in text for text in answers)
+            assert any("Another visitor" in text for text in browser.texts(".card .shared"))
     finally:
         for tab in tabs[1:]:
             driver.switch_to.window(tab)

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
+import pytest
 from demo_server import DemoServer
 
 from angelspec.demo.columns import Seen, Server, look, offered_columns
@@ -136,3 +137,11 @@ def test_visitors_share_nothing():
     for number, visit in enumerate(visits):
         assert all(f"“visitor {number}”" in state.answer.text for state in visit.states)
         assert len(visit.past) == 5
+        assert any(state.shared for state in visit.states), "nobody said that others were served meanwhile"
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_lone_visitor_is_told_of_no_others(together):
+    with DemoServer(answer=SHORT, step_seconds=0.001) as server:
+        visit = asyncio.run(compared(server, "alone", together=together))
+    assert len(visit.states) == 5 and not any(state.shared for state in visit.states)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from drafter_builders import tiny_drafter
 from mtp_builders import fitting_mtp
 
 from angelspec.cli.main import cli
-from angelspec.core.errors import CheckpointError, DataError, RecipeError
+from angelspec.core.errors import CheckpointError, DataError, RecipeError, RequestError
 from angelspec.core.manifest import DrafterManifest, TargetIdentity, TrainingRecord
 from angelspec.core.recipe_files import load_recipe
 from angelspec.evaluation.breakeven import PLAIN, BreakEven
@@ -107,6 +108,19 @@ def test_shortlists_of_every_size_are_measured_and_drawn(checkpoints, tmp_path):
     text = (tmp_path / "report.md").read_text()
     assert "### Shortlist of the sequential head" in text and "Most tokens/s: " in text
     assert "](shortlist.png)" in text and (tmp_path / "shortlist.png").stat().st_size > 1000
+
+
+def test_no_report_is_replaced_unasked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("evaluation", "evaluation-2", "evaluation-3"):
+        folder = evaluate_run.report_folder(None, overwrite=False)
+        assert folder == Path("runs") / name
+        folder.mkdir(parents=True)
+        (folder / "report.json").write_text("{}")
+    with pytest.raises(RequestError, match=r"report.json exists") as caught:
+        evaluate_checkpoints([tmp_path], output=folder, quiet=True)
+    assert "--overwrite" in caught.value.mend
+    assert evaluate_run.report_folder(folder, overwrite=True) == folder
 
 
 def test_shortlists_need_a_sequential_head_and_say_so_before_anything_is_loaded(checkpoints, tmp_path, monkeypatch):
