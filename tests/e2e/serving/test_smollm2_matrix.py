@@ -94,9 +94,9 @@ def wave(prompts: list[dict[str, Any]], labels: list[dict[str, Any]] | None) -> 
 def labels_of(bundle: Path) -> list[dict[str, Any]]:
     from angelspec.core.bundle import load_bundle
 
-    names = [drafter.name for drafter in load_bundle(bundle).drafters]
-    named: list[dict[str, Any]] = [{"route": name} for name in names]
-    return [{}, *named, {"route": "ar"}, *({"route": name, "dcut": "off"} for name in names), {"dcut": 0.5}]
+    drafters = load_bundle(bundle).drafters
+    named: list[dict[str, Any]] = [{"route": drafter.name, "mode": drafter.mode} for drafter in drafters]
+    return [{}, *named, {"route": "ar"}, *({**label, "dcut": "off"} for label in named), {"dcut": 0.5}]
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def test_what_should_have_happened_happened(served: tuple[str, dict[str, Any]]) 
 def test_accepted_lengths_are_the_reference_loop_s(
     folder: Path, target: Path, bundle: Path, prompts: list[dict[str, Any]]
 ) -> None:
-    from angelspec.core.acceptance import AcceptanceCounts
+    from angelspec.core.acceptance import AcceptanceCounts, pool
     from angelspec.core.bundle import load_bundle
     from angelspec.core.manifest import DrafterManifest
     from angelspec.decoding.proposers import drafter_proposer
@@ -208,7 +208,7 @@ def test_accepted_lengths_are_the_reference_loop_s(
         for i in range(len(chosen)):
             said = told["answers"][f"{drafter.name}/{i}"]["meta"]["angelspec"]
             ours += AcceptanceCounts(generated_tokens=said["generated_tokens"], verify_steps=said["verify_steps"])
-        theirs = [1 + accepted for answer in reference.answers for accepted in answer.accepted]
-        expected = sum(theirs) / len(theirs)
+        expected = pool(answer.counts(depth=proposer.depth) for answer in reference.answers).mean_accepted_length
+        assert expected is not None and ours.mean_accepted_length is not None
         print(f"{drafter.name}: accepted length {ours.mean_accepted_length:.3f}, reference loop {expected:.3f}")
         assert ours.mean_accepted_length == pytest.approx(expected, rel=0.01)
