@@ -63,7 +63,7 @@ def test_every_drafter_answers_as_the_target_does_and_says_how(browser: Browser,
     browser.settings()
     browser.write("length", "64")
     browser.ask(QUESTION)
-    browser.until(lambda: browser.texts(".card.running .answer"), "the first column streams", seconds=10)
+    browser.until(lambda: browser.texts(".card.running .answer"), "the first column streams", seconds=30)
     browser.until(browser.ended, "all columns have ended", seconds=ANSWERED)
     names = browser.driver.execute_script("return [...document.querySelectorAll('.card')].map(e => e.ariaLabel)")
     assert names == ["Plain", "MTP", "DFly", "DFly with D-cut", "Automatic"]
