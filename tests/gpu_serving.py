@@ -1,6 +1,7 @@
 """What a GPU must show of the serving extension: ``python -m tests.gpu_serving BUNDLE [--backend fa3]``.
 
-Nobody has run this on a GPU yet; ``--device cpu`` was run (all as it must be, with the shipped bundle). It starts
+Nobody has run this on a GPU yet; ``--device cpu`` was run with the shipped bundle (all as it must be) before it had
+its control, whose plugin ``tests/e2e/serving/test_engine.py`` tests. It starts
 engines one after another on the same greedy prompts: plain SGLang, the extension, the extension without CUDA graphs,
 and the control, which verifies every row at full width and caps what is accepted by its cut (SGLang's cap-accept). Each
 engine of the extension answers them plainly, with every drafter verified whole, with every drafter cut to a quarter and

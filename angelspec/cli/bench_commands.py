@@ -321,7 +321,7 @@ def told_command(arguments: list[str]) -> str:
     Args:
         arguments: of the command line, after the program's name.
     """
-    from angelspec.serving.connection import without_login
+    from angelspec.core.addresses import without_login
 
     shown: list[str] = []
     before = ""

@@ -125,8 +125,7 @@ def fetch_command(file: Path) -> None:
     """
     from angelspec.cli import serving_parts
     from angelspec.core.bundle import load_bundle
-    from angelspec.core.fingerprint import fingerprint
-    from angelspec.core.locations import cache_folder
+    from angelspec.serving.launch import keep_bundle
 
     named = load_bundle(file)
     folders = [serving_parts.find_drafter(drafter.source, bare_paths=False).folder for drafter in named.drafters]
@@ -134,9 +133,7 @@ def fetch_command(file: Path) -> None:
         drafter.model_copy(update={"source": str(folder.resolve())})
         for drafter, folder in zip(named.drafters, folders, strict=True)
     )
-    local = named.model_copy(update={"drafters": drafters})
-    place = cache_folder() / "bundles" / f"{fingerprint(local.model_dump(mode='json'))}.yaml"
-    click.echo(local.save(place))
+    click.echo(keep_bundle(named.model_copy(update={"drafters": drafters})))
 
 
 @bundle.command("check")

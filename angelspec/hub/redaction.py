@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Iterable
 
+from angelspec.core.addresses import without_login
+
 _HIDDEN = "***"
 _TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MODELSCOPE_API_TOKEN", "OPENAI_API_KEY", "WANDB_API_KEY")
 _TOKEN_SHAPES = re.compile(
@@ -17,7 +19,6 @@ _QUERY = re.compile(r"((?:https?:/)?/[^\s?'\"<>]+)\?[^\s'\"<>]*")
 _HEADER = re.compile(r"""(?i)\b(authorization["']?[ \t]*[=:][ \t]*["']?)(?:[\w-]+[ \t]+)?\S+""")
 """An Authorization header: its scheme, if it names one, and the credential."""
 _PASSWORD = re.compile(r"(?i)\b[a-z][a-z0-9+.-]*://[^\s/?#'\"<>:@]*:[^\s/?#'\"<>@]+@")
-_LOGIN = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^\s/?#'\"<>@]+@")
 _BEARER = re.compile(r"(?i)\b((?:bearer|authorization|m_session_id)[=:\s]+)\S+")
 
 
@@ -31,7 +32,7 @@ def redact(text: str, tokens: Iterable[str] = ()) -> str:
     presigned uploads."""
     for token in (*tokens, *known_tokens()):
         text = text.replace(token, _HIDDEN)
-    text = _LOGIN.sub(r"\1", _TOKEN_SHAPES.sub(_HIDDEN, text))
+    text = without_login(_TOKEN_SHAPES.sub(_HIDDEN, text))
     for pattern in (_HEADER, _BEARER):
         text = pattern.sub(rf"\1{_HIDDEN}", text)
     return _QUERY.sub(r"\1", text)

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from itertools import zip_longest
 from typing import Any
 
+from angelspec.core.addresses import without_login
 from angelspec.core.bundle import PLAIN
 from angelspec.core.errors import RequestError
 from angelspec.core.fingerprint import fingerprint
@@ -31,7 +32,6 @@ from angelspec.serving.bench_result import (
     Window,
 )
 from angelspec.serving.client import AsyncClient
-from angelspec.serving.connection import without_login
 from angelspec.serving.failures import ServingError
 from angelspec.serving.load import LoadPrompt, run_load
 from angelspec.serving.wire import Sampling

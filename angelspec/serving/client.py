@@ -35,9 +35,10 @@ from typing import Any, Self, Unpack
 
 import httpx
 
+from angelspec.core.addresses import without_login
 from angelspec.core.engine import SPECULATION_SWITCH
 from angelspec.serving.answers import ChatAnswer, GenerateAnswer, ServerInfo
-from angelspec.serving.connection import CONNECT_SECONDS, check, http_settings, json_object, reaching, without_login
+from angelspec.serving.connection import CONNECT_SECONDS, check, http_settings, json_object, reaching
 from angelspec.serving.failures import RequestRefused
 from angelspec.serving.streams import AsyncStream, Stream
 from angelspec.serving.wire import (

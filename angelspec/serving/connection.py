@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import re
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from angelspec.core.addresses import without_login
 from angelspec.core.engine import SERVER_KEY_VARIABLE
 from angelspec.serving.failures import RequestRefused, ServerUnreachable, ServingError
 from angelspec.serving.wire import error_words
 
 CONNECT_SECONDS = 10.0
-_LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
 def is_address(url: str) -> bool:
@@ -29,11 +28,6 @@ def is_address(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and bare
     except (ValueError, httpx.InvalidURL):
         return False
-
-
-def without_login(text: str) -> str:
-    """A text without the user names and passwords of the addresses in it."""
-    return _LOGIN.sub("", text)
 
 
 def _authorization(api_key: str | None) -> dict[str, str]:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from angelspec.core.bundle import Bundle
 from angelspec.core.fingerprint import fingerprint
 from angelspec.core.locations import cache_folder
 from angelspec.serving.client import Client
@@ -72,7 +73,11 @@ def _bound_port(host: str, port: int, *, mend: str) -> int:
 
 def write_bundle(plan: ServePlan) -> Path:
     """The resolved bundle in the cache, named by its content."""
-    bundle = plan.resolved.bundle
+    return keep_bundle(plan.resolved.bundle)
+
+
+def keep_bundle(bundle: Bundle) -> Path:
+    """A bundle in the cache, named by its content."""
     return bundle.save(cache_folder() / "bundles" / f"{fingerprint(bundle.model_dump(mode='json'))}.yaml")
 
 

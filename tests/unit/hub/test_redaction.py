@@ -26,6 +26,7 @@ HF, MS = "hf_" + "aB3" * 11, "ms-12345678-1234-1234-1234-123456789abc"
         ("is it so? yes", "is it so? yes"),
         ("mine is plain", "mine is ***"),
         ("https://me:pw@mirror.example/org/name", "https://mirror.example/org/name"),
+        ("https://me:p@ss@mirror.example/org/name", "https://mirror.example/org/name"),
         ("a@b at https://mirror.example/@org", "a@b at https://mirror.example/@org"),
     ],
 )
