@@ -90,7 +90,10 @@ class ServerProcess:
 
     def listens_on(self, port: int) -> bool | None:
         """Whether a process of this server listens there, or another one's does; None: it can't be told."""
-        sockets = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        try:
+            sockets = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        except psutil.AccessDenied:
+            return None
         pids = {one.pid for one in sockets if one.laddr[1] == port}
         if not pids - {None}:
             return None
